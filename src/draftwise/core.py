@@ -1,0 +1,279 @@
+"""The nouns that every part shares: what is asked, drafted, planned and committed.
+
+A *request* is a prompt with its sampling parameters. A *draft* is a tree of proposed tokens (a
+chain is a tree): `parents[i]` is the index of node i's parent, -1 for the root, and parents come
+before children. A *step plan* says which nodes the target verifies, a *step result* what came of
+it. All of them are frozen: a step passes values on, it never edits them. The words are defined in
+docs/design.md §1; imports run one way, and everything may import this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+SeqId = int
+FloatRow = npt.NDArray[np.floating[Any]]
+
+
+class UsageError(ValueError):
+    """Something the caller can mend; its message is one clear line."""
+
+
+class Point:
+    """q of a node whose drafter proposed exactly this token: all mass on it."""
+
+    __slots__ = ()
+
+
+POINT = Point()
+
+
+@dataclass(frozen=True)
+class Dense:
+    """q of a node drawn from `probs` ([V], float64, sums to 1), the very numbers it was drawn with."""
+
+    probs: FloatRow
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """q of a node drawn from a few tokens: `ids` ([K]) with `probs` ([K], float64, sums to 1)."""
+
+    ids: npt.NDArray[np.int64]
+    probs: FloatRow
+
+
+Q = Point | Dense | Sparse
+
+
+class Features(NamedTuple):
+    """What a drafter knows of a node for nothing, from which the policy estimates acceptance.
+
+    `match`: context tokens that agree with the place the node was copied from (retrieval).
+    `share`: share of the known continuations that agree with the node, 0 to 1 (retrieval).
+    `prob`: the drafter's own probability of its best token, after processing (models, greedy).
+    `margin`: gap between the drafter's two best perturbed scores, in nats (models, sampling).
+    """
+
+    match: int = 0
+    share: float = 1.0
+    prob: float = -1.0
+    margin: float = -1.0
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed tokens of one sequence. All tuples have one entry a node; see the module's docstring."""
+
+    seq: SeqId
+    drafter: str
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    features: tuple[Features, ...]
+    q: tuple[Q, ...]
+    survival: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        n = len(self.tokens)
+        if not (len(self.parents) == len(self.features) == len(self.q) == n):
+            raise ValueError("a draft has one parent, feature and q for every token")
+
+    @property
+    def points(self) -> bool:
+        """True if no node was drawn at random, so that dropping nodes cannot shift a distribution."""
+        return all(isinstance(q, Point) for q in self.q)
+
+    def head(self, n: int, survival: Sequence[float] = ()) -> Draft:
+        """The first n nodes (parents come before children, so every head is a tree)."""
+        return Draft(
+            self.seq,
+            self.drafter,
+            self.tokens[:n],
+            self.parents[:n],
+            self.features[:n],
+            self.q[:n],
+            tuple(survival[:n]),
+        )
+
+    def children(self, node: int) -> Sequence[int]:
+        return self._children.get(node, ())
+
+    @cached_property
+    def _children(self) -> dict[int, list[int]]:
+        children: dict[int, list[int]] = {}
+        for i, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(i)
+        return children
+
+
+def chain(
+    seq: SeqId,
+    drafter: str,
+    tokens: Sequence[int],
+    features: Sequence[Features],
+    q: Sequence[Q] | None = None,
+) -> Draft:
+    """A draft in which every node continues the one before it; point masses unless q is given."""
+    n = len(tokens)
+    return Draft(
+        seq, drafter, tuple(tokens), tuple(range(-1, n - 1)), tuple(features), tuple(q or [POINT] * n)
+    )
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the target's logits become tokens, and when to stop.
+
+    temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` None draws one.
+    `repetition_penalty` divides (or multiplies) the logits of tokens already in prompt or text, as
+    transformers does; `presence_penalty` and `frequency_penalty` subtract, over generated tokens,
+    as OpenAI does. `logit_bias` maps token ids to what is added. `min_new_tokens` forbids EOS
+    before. `stop` strings end the text and are not part of it.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        checks: list[tuple[str, Callable[[Any], bool], str]] = [
+            ("max_new_tokens", lambda v: _whole(v) and v >= 1, "a whole number of at least 1"),
+            ("min_new_tokens", lambda v: _whole(v) and v >= 0, "a whole number of at least 0"),
+            ("temperature", lambda v: _number(v) and v >= 0, "at least 0"),
+            ("top_k", lambda v: _whole(v) and v >= 0, "a whole number of at least 0 (0 is off)"),
+            ("top_p", lambda v: _number(v) and 0 < v <= 1, "above 0 and at most 1"),
+            ("min_p", lambda v: _number(v) and 0 <= v <= 1, "between 0 and 1"),
+            ("repetition_penalty", lambda v: _number(v) and v > 0, "above 0"),
+            ("presence_penalty", _number, "a finite number"),
+            ("frequency_penalty", _number, "a finite number"),
+            ("seed", lambda v: v is None or _whole(v), "a whole number or None"),
+            ("stop", lambda v: all(isinstance(s, str) and s for s in v), "non-empty strings"),
+        ]
+        for name, valid, need in checks:
+            value = getattr(self, name)
+            if not valid(value):
+                raise UsageError(f"{name} must be {need}, not {value!r}")
+        for token, bias in self.logit_bias.items():
+            if not (_whole(token) and token >= 0 and _number(bias)):
+                raise UsageError(f"logit_bias maps token ids to numbers, not {token!r} to {bias!r}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _number(value: object) -> bool:
+    real = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    return real and bool(np.isfinite(value))  # type: ignore[call-overload]
+
+
+class LogitsProcessor(Protocol):
+    """A transformers logits processor: (ids [1, L], scores [1, V]) -> scores [1, V]."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to generate. `processors` are transformers objects, called once for every committed
+    token, in order, with that token's own history: stateful ones work too."""
+
+    seq: SeqId
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    eos: frozenset[int] = frozenset()
+    acceptance: str = "coupled"
+    limit: int = 1 << 30  # generated tokens, context already counted in
+    reuse: bool = False  # keep the caches for a later request with the same beginning
+    processors: tuple[LogitsProcessor, ...] = ()
+    device: Any = None  # where processors expect their tensors
+
+
+@dataclass(frozen=True)
+class Ask:
+    """The policy's wish: this drafter, at most `depth` tokens (`Drafter.propose` gets `go` beside)."""
+
+    seq: SeqId
+    drafter: str
+    depth: int
+
+
+@dataclass(frozen=True)
+class State:
+    """What the policy sees of a sequence before a step.
+
+    `context`: tokens in text (prompt included); `wanted`: tokens that may still be generated;
+    `free`: the drafts of the retrieval drafters, which cost next to nothing; for each serial
+    drafter, `stale`: the committed tokens its cache lacks, `room`: tokens its context still takes.
+    """
+
+    seq: SeqId
+    context: int
+    wanted: int
+    free: tuple[Draft, ...] = ()
+    stale: Mapping[str, int] = field(default_factory=dict)
+    room: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Which nodes the target verifies (None: plain) and the rows of the forward, padding included."""
+
+    seq: SeqId
+    draft: Draft | None
+    width: int
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did. Seconds: `draft` (serial drafters), `verify` (target forward and commit),
+    `rest` (retrieval, policy, acceptance). `drafted` are the drafts that existed, verified or not;
+    `accepted` counts draft tokens in `committed`, `verified` those in the forward; `asked` names the
+    serial drafter that drafted and `stale` what it had to catch up with. `prefill` marks the result
+    that carries the prompt's pass and the first token, of which `reused` tokens were cached."""
+
+    seq: SeqId
+    plan: StepPlan
+    context: int
+    committed: tuple[int, ...]
+    accepted: int
+    drafted: tuple[Draft, ...] = ()
+    asked: str | None = None
+    stale: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    rest_seconds: float = 0.0
+    finish: str | None = None
+    prefill: bool = False
+    reused: int = 0
+
+    @property
+    def verified(self) -> int:
+        return len(self.plan.draft.tokens) if self.plan.draft else 0
+
+    @property
+    def seconds(self) -> float:
+        return self.draft_seconds + self.verify_seconds + self.rest_seconds

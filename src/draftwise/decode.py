@@ -1,0 +1,200 @@
+"""The loop: propose, verify, accept, commit, learn.
+
+    prefill the prompt, and accept one token from its last row
+    until a stop:
+        drafts = every drafter the policy asks       (propose)
+        plan   = the policy's choice of nodes
+        rows   = one forward over the anchor and the plan's nodes   (verify)
+        tokens = the acceptance rule's walk through rows, cut at a stop   (accept)
+        the engine keeps the walked rows, everyone is told  (commit, learn)
+
+The anchor is the last committed token: its row is not in the cache yet. Plain decoding is this
+loop with an empty plan, so there is one code path, and the text cannot depend on the plan as long
+as the rule does not (accept.py). Every exit, by a stop, an error or a closed generator, closes the
+sequence everywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+from .accept import RULES, NodeRows
+from .core import Ask, Draft, Request, State, StepPlan, StepResult
+from .drafters import Drafter
+from .engines.base import Engine, PrefillChunk, Rows, Verify
+from .policy import Policy
+from .sampling import Sampler
+from .stopping import Stopper
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What decodes: one engine, its drafters by name, a policy, and a turn-taking lock for steps."""
+
+    engine: Engine
+    drafters: Mapping[str, Drafter]
+    policy: Policy
+    turn: AbstractContextManager[object]
+
+
+def decode(parts: Parts, request: Request, stopper: Stopper) -> Iterator[StepResult]:
+    """Yields a result for the prefill's token and for every step after it. Closing the generator
+    ends the request between two steps; the other sequences are not affected."""
+    run = _Run(parts, request, stopper)
+    finished = False
+    try:
+        with parts.turn:
+            result = run.prefill()
+        yield result
+        while result.finish is None:
+            with parts.turn:
+                result = run.step()
+            yield result
+        finished = True
+    except GeneratorExit:
+        finished = True
+        raise
+    finally:
+        with parts.turn:
+            run.close(keep=request.reuse and finished)
+
+
+class _Run:
+    def __init__(self, parts: Parts, request: Request, stopper: Stopper):
+        self.engine, self.policy = parts.engine, parts.policy
+        self.request, self.stopper, self.seq = request, stopper, request.seq
+        chains = self.engine.caps.rollback == "free"
+        self.drafters: dict[str, Drafter] = dict(parts.drafters) if chains else {}
+        self.rule = RULES[request.acceptance]
+        self.sampler = Sampler(
+            request.params,
+            request.seed,
+            request.prompt,
+            request.eos,
+            request.processors,
+            request.device,
+        )
+        self.generated: list[int] = []
+        self.opened = False
+
+    def prefill(self) -> StepResult:
+        start = time.perf_counter()
+        request = self.request
+        self.opened = True
+        reused = self.engine.open(self.seq, request.prompt)
+        rows = self.engine.forward([PrefillChunk(self.seq, request.prompt[reused:])])[0]
+        plan = StepPlan(self.seq, None, 1)
+        committed, _, finish = self._accept(None, rows)
+        seconds = time.perf_counter() - start
+        return StepResult(
+            self.seq,
+            plan,
+            0,
+            committed,
+            0,
+            verify_seconds=seconds,
+            finish=finish,
+            prefill=True,
+            reused=reused,
+        )
+
+    def step(self) -> StepResult:
+        started = time.perf_counter()
+        if len(self.generated) == 1:
+            self._meet()  # after the first token is out: drafters cost no time to first token
+        state = self._look()
+        asks = self.policy.choose([state])
+        before_draft = time.perf_counter()
+        drafts = [*state.free, *self._propose(asks)]
+        drafted = time.perf_counter()
+        plan = self.policy.select([(state, drafts)])[0]
+
+        before_verify = time.perf_counter()
+        rows = self._verify(plan)
+        best = rows.argmax() if self.sampler.plain_argmax else None  # waits for the device
+        verified = time.perf_counter()
+
+        committed, path, finish = self._accept(plan.draft, rows)
+        before_commit = time.perf_counter()
+        self.engine.commit(self.seq, range(1 + len(path)))
+        after_commit = time.perf_counter()
+        for drafter in self.drafters.values():
+            drafter.observe(self.seq, committed)
+        del best
+        result = StepResult(
+            self.seq,
+            plan,
+            state.context,
+            committed,
+            len(path),
+            tuple(drafts),
+            asks[0].drafter if asks else None,
+            state.stale[asks[0].drafter] if asks else 0,
+            draft_seconds=drafted - before_draft if asks else 0.0,
+            verify_seconds=verified - before_verify + after_commit - before_commit,
+            finish=finish,
+        )
+        rest = time.perf_counter() - started - result.draft_seconds - result.verify_seconds
+        result = replace(result, rest_seconds=rest)
+        self.policy.learn([result])
+        return result
+
+    def _meet(self) -> None:
+        self.policy.open(self.seq)
+        for drafter in self.drafters.values():
+            drafter.open(self.seq, self.request)
+            drafter.observe(self.seq, self.generated)
+
+    def _look(self) -> State:
+        wanted = self.request.limit - len(self.generated)
+        asks = [
+            Ask(self.seq, name, wanted - 1)
+            for name, drafter in self.drafters.items()
+            if not drafter.serial and wanted > 1
+        ]
+        serial = {name: d for name, d in self.drafters.items() if d.serial}
+        return State(
+            self.seq,
+            len(self.request.prompt) + len(self.generated) - 1,
+            wanted,
+            tuple(self._propose(asks)),
+            {name: d.stale(self.seq) for name, d in serial.items()},
+            {name: d.room(self.seq) for name, d in serial.items()},
+        )
+
+    def _propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        return [d for ask in asks for d in self.drafters[ask.drafter].propose([ask], self.policy.go)]
+
+    def _verify(self, plan: StepPlan) -> Rows:
+        draft = plan.draft.tokens if plan.draft else ()
+        parents = tuple(p + 1 for p in plan.draft.parents) if plan.draft else ()
+        return self.engine.forward(
+            [Verify(self.seq, (self.generated[-1], *draft), parents, plan.width)]
+        )[0]
+
+    def _accept(
+        self, draft: Draft | None, rows: Rows
+    ) -> tuple[tuple[int, ...], list[int], str | None]:
+        """(committed tokens, accepted nodes, finish reason); extends the text up to the stop."""
+        committed: list[int] = []
+        path: list[int] = []
+        finish = None
+        for token, node in self.rule(draft, NodeRows(rows.argmax, rows.row), self.sampler, self.generated):
+            committed.append(token)
+            if node >= 0:
+                path.append(node)
+            finish = self.stopper.push(token)
+            if finish is not None:
+                break
+        self.generated.extend(committed)
+        return tuple(committed), path, finish
+
+    def close(self, keep: bool) -> None:
+        if self.opened:
+            self.engine.close(self.seq, keep)
+        self.policy.close(self.seq)
+        for drafter in self.drafters.values():
+            drafter.close(self.seq)

@@ -1,0 +1,132 @@
+"""What an engine is: it owns the target's weights and caches and runs forwards for sequences.
+
+Between two commits an engine has rows in its caches that are not yet text. `commit(seq, path)`
+says which rows of the forwards since the last commit stay; the others are rolled back. It is
+called after every forward, also when all rows stay: some caches trim themselves there.
+
+`rollback` of the capabilities: "free" (rows can be dropped), "refeed" (state must be restored and
+rows fed again, at a cost), "none" (no row can be dropped: the target must be run plainly).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from ..core import FloatRow, SeqId
+
+
+@dataclass(frozen=True)
+class Caps:
+    trees: bool
+    rollback: str  # free | refeed | none
+    batch: str  # packed | padded
+    context: int | None  # positions that the model was made for
+    vocabulary: int
+
+
+class Shape(NamedTuple):
+    """What a forward's seconds depend on: rows, tokens in the cache before them, sequences."""
+
+    width: int
+    context: int
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Prompt tokens to take into the cache; logits for the last one only."""
+
+    seq: SeqId
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Verify:
+    """The anchor and the draft's nodes (`parents` as in Draft, shifted by one: 0 is the anchor);
+    rows from len(tokens) up to `width` are padding, and none of them is ever read."""
+
+    seq: SeqId
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...] = ()
+    width: int = 0
+
+
+class Rows(Protocol):
+    """Logits of one sequence's rows, kept where the forward left them until asked for."""
+
+    def argmax(self) -> Sequence[int]:
+        """The best token of every row."""
+
+    def row(self, i: int) -> FloatRow:
+        """Row i as float32 [V] on the host."""
+
+
+class Engine(Protocol):
+    caps: Caps
+    name: str  # identifies model, device, dtype and threads: the key of the stored cost curve
+
+    def open(self, seq: SeqId, tokens: Sequence[int], share: SeqId | None = None) -> int:
+        """Starts a sequence. Returns how many of `tokens` the cache already holds."""
+
+    def forward(self, work: Sequence[PrefillChunk | Verify]) -> list[Rows]: ...
+
+    def commit(self, seq: SeqId, path: Sequence[int]) -> None:
+        """Keeps rows `path` (indices, ascending) of those since the last commit, drops the rest."""
+
+    def shape(self, widths: Sequence[int], contexts: Sequence[int]) -> Shape: ...
+
+    def close(self, seq: SeqId, keep: bool = False) -> None:
+        """Ends a sequence; `keep` leaves its cache for a later `open` with the same beginning."""
+
+    def blank(self, seq: SeqId, length: int) -> bool:
+        """Opens a sequence of `length` meaningless tokens, for measuring; False if it cannot."""
+
+    def free(self) -> None:
+        """Drops every cache and the weights."""
+
+
+WIDTHS = (1, 4, 16, 2, 8, 32, 64)
+
+
+def sweep(
+    engine: Engine,
+    budget: float,
+    report: Callable[[Shape, float], None],
+    widths: Sequence[int] = WIDTHS,
+    contexts: Sequence[int] = (16, 1024),
+) -> None:
+    """Times forwards of several shapes, most telling first, until `budget` seconds are used.
+
+    The first pass over the short context touches each width twice where time allows, since the
+    first forward of a shape also pays for kernels being chosen; the least of the times counts.
+    """
+    seq, deadline = -1, time.perf_counter() + budget
+    plans = [(contexts[0], widths), (contexts[-1], (1, 16))]
+    for context, some in plans:
+        if engine.caps.context is not None:
+            context = min(context, engine.caps.context - max(some) - 1)
+        if context < 1 or not engine.blank(seq, context):
+            continue
+        try:
+            cost = 0.0
+            _timed(engine, seq, 1)  # the very first forward pays for much that no later one does
+            for width in some:
+                if time.perf_counter() + 1.5 * cost > deadline:
+                    break
+                first = _timed(engine, seq, width)
+                room = time.perf_counter() + first < deadline
+                cost = min(first, _timed(engine, seq, width)) if room else first
+                report(engine.shape([width], [context]), cost)
+        finally:
+            engine.close(seq)
+
+
+def _timed(engine: Engine, seq: SeqId, width: int) -> float:
+    start = time.perf_counter()
+    rows = engine.forward([Verify(seq, (0,) * width)])[0]
+    rows.argmax()
+    engine.commit(seq, ())
+    return time.perf_counter() - start

@@ -1,0 +1,251 @@
+"""The transformers engine: any causal language model of the library, one sequence a forward.
+
+A forward appends its rows to the sequence's DynamicCache; `commit` crops what was rejected. Full
+and sliding layers roll back exactly, the latter because past recording is switched on after the
+prefill and `crop` follows every forward (crop(0) trims the window). Convolution states do the
+same. Recurrent states do not: `crop` leaves rejected tokens in them without a word, so such a
+model reports rollback "none" and is run plainly. Whether a cache can be cropped is only known
+after its first forward, so `__init__` runs one.
+
+Lossless because a chain verified in one causal forward has the logits of token-by-token decoding,
+up to rounding (docs/design.md §3.5). The user's model is never written to.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..core import FloatRow, SeqId, UsageError
+from .base import Caps, PrefillChunk, Rows, Shape, Verify
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# One forward over a very long prompt would hold attention scores of its whole length; chunks bound
+# that, and let a cancelled request stop within one.
+PREFILL_CHUNK = 2048
+
+
+class TensorRows:
+    """Rows that stay on the device; only argmaxes or single rows are copied to the host."""
+
+    def __init__(self, logits: torch.Tensor, vocabulary: int):
+        self._logits = logits[:, :vocabulary]
+        self._best: list[int] | None = None
+
+    def argmax(self) -> Sequence[int]:
+        if self._best is None:
+            # Through float32: torch's bf16 argmax on the CPU is several times slower.
+            self._best = self._logits.float().argmax(-1).tolist()
+        return self._best
+
+    def row(self, i: int) -> FloatRow:
+        row: FloatRow = self._logits[i].float().cpu().numpy()
+        return row
+
+
+class _Sequence:
+    """A cache and the tokens in it; the last `pending` of them are not committed yet."""
+
+    def __init__(self, cache: Any):
+        self.cache = cache
+        self.tokens: list[int] = []
+        self.pending = 0
+        self.recording = False
+
+
+class TransformersEngine:
+    """See engines/base.py for the methods; `model` must be in eval mode and stays the caller's
+    (`borrowed`: is held weakly)."""
+
+    def __init__(self, model: PreTrainedModel, name: str = "", borrowed: bool = False):
+        if model.config.is_encoder_decoder:
+            raise UsageError("encoder-decoder models are not supported: name a causal language model")
+        self._model: Callable[[], PreTrainedModel | None]
+        self._model = weakref.ref(model) if borrowed else lambda: model
+        self._sequences: dict[SeqId, _Sequence] = {}
+        self._kept: _Sequence | None = None
+        parameters = inspect.signature(model.forward).parameters
+        self._keeps_logits = "logits_to_keep" in parameters
+        # Renamed within transformers 5.
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        text = model.config.get_text_config(decoder=True)
+        self.caps = Caps(
+            trees=False,
+            rollback="none",
+            batch="padded",
+            context=getattr(text, "max_position_embeddings", None),
+            vocabulary=text.vocab_size,
+        )
+        self._full = False  # every layer keeps all positions
+        croppable = self._probe()
+        self.caps = Caps(
+            False, "free" if croppable else "none", "padded", self.caps.context, text.vocab_size
+        )
+        where = f"{model.device.type} {torch.get_num_threads()} threads"
+        if model.device.type == "cuda":
+            where = torch.cuda.get_device_name(model.device)
+        self.name = " | ".join(
+            [
+                name or model.config.name_or_path or type(model).__name__,
+                f"{sum(p.numel() for p in model.parameters())} parameters",
+                "transformers",
+                where,
+                str(model.dtype),
+            ]
+        )
+
+    def _probe(self) -> bool:
+        with self._weights() as model:
+            cache = self._new_cache()
+            ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+            model(input_ids=ids, use_cache=True, **{self._cache_name: cache})
+        types = {type(layer).__name__ for layer in cache.layers}
+        self._full = types == {"DynamicLayer"}
+        return bool(cache.is_croppable) and cache.get_seq_length() == 2
+
+    @contextmanager
+    def _weights(self) -> Iterator[PreTrainedModel]:
+        model = self._model()
+        if model is None:
+            raise UsageError("this model is closed")
+        with torch.inference_mode():
+            yield model
+
+    @property
+    def closed(self) -> bool:
+        return self._model() is None
+
+    def _new_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        with self._weights() as model:
+            return DynamicCache(config=model.config)
+
+    def open(self, seq: SeqId, tokens: Sequence[int], share: SeqId | None = None) -> int:
+        if seq in self._sequences:
+            raise ValueError(f"sequence {seq} is open already")
+        if share is not None:
+            raise NotImplementedError("sharing a live sequence's prefix needs a packed engine")
+        kept, self._kept = self._kept, None
+        reused = self._fit(kept, tokens) if kept else 0
+        self._sequences[seq] = kept if kept and reused else _Sequence(self._new_cache())
+        return reused
+
+    def _fit(self, kept: _Sequence, tokens: Sequence[int]) -> int:
+        """Crops a kept cache to its common beginning with `tokens`; 0 where it is of no use.
+
+        One token is always left to be run, since the first token needs logits.
+        """
+        most = min(len(kept.tokens), len(tokens) - 1)
+        common = next((i for i in range(most) if kept.tokens[i] != tokens[i]), most)
+        surplus = len(kept.tokens) - common
+        # Sliding and convolution layers forgot what lies before their window.
+        if surplus and not (self._full and self.caps.rollback == "free"):
+            return 0
+        if common and surplus:
+            kept.cache.crop(-surplus)
+            del kept.tokens[common:]
+        return common
+
+    def forward(self, work: Sequence[PrefillChunk | Verify]) -> list[Rows]:
+        return [
+            self._prefill(w) if isinstance(w, PrefillChunk) else self._verify(w) for w in work
+        ]
+
+    def _prefill(self, work: PrefillChunk) -> Rows:
+        sequence = self._sequences[work.seq]
+        for start in range(0, len(work.tokens), PREFILL_CHUNK):
+            logits = self._run(sequence, work.tokens[start : start + PREFILL_CHUNK], 1)
+            self.commit(work.seq, range(sequence.pending))
+        return TensorRows(logits, self.caps.vocabulary)
+
+    def _verify(self, work: Verify) -> Rows:
+        sequence, n = self._sequences[work.seq], len(work.tokens)
+        if any(parent != i for i, parent in enumerate(work.parents)):
+            raise NotImplementedError("this engine verifies chains")
+        if not sequence.recording and self.caps.rollback == "free":
+            sequence.cache.activate_past_recording()
+            sequence.recording = True
+        padding = max(work.width - n, 0)
+        logits = self._run(sequence, work.tokens + (0,) * padding, n + padding)
+        return TensorRows(logits[:n], self.caps.vocabulary)
+
+    def _run(self, sequence: _Sequence, tokens: Sequence[int], rows: int) -> torch.Tensor:
+        """Appends `tokens` to the cache; logits [rows, V] of the last `rows` of them."""
+        with self._weights() as model:
+            ids = torch.tensor([tokens], dtype=torch.long, device=model.device)
+            options: dict[str, Any] = {self._cache_name: sequence.cache}
+            if self._keeps_logits:
+                options["logits_to_keep"] = rows
+            out = model(input_ids=ids, use_cache=True, **options)
+        sequence.tokens.extend(tokens)
+        sequence.pending += len(tokens)
+        logits: torch.Tensor = out.logits[0, -rows:]
+        return logits
+
+    def commit(self, seq: SeqId, path: Sequence[int]) -> None:
+        sequence = self._sequences[seq]
+        if list(path) != list(range(len(path))) or len(path) > sequence.pending:
+            raise ValueError(f"this engine keeps the first rows of a chain, not {list(path)}")
+        surplus = sequence.pending - len(path)
+        sequence.pending = 0
+        if self.caps.rollback == "none":
+            if surplus:
+                raise ValueError("this model's cache cannot be rolled back")
+            return
+        if not sequence.recording:
+            # After the prefill only: recording from the start would keep the whole prompt in
+            # sliding layers.
+            sequence.cache.activate_past_recording()
+            sequence.recording = True
+            if not surplus:
+                return
+        sequence.cache.crop(-surplus)
+        if surplus:
+            del sequence.tokens[-surplus:]
+
+    def shape(self, widths: Sequence[int], contexts: Sequence[int]) -> Shape:
+        return Shape(max(widths), max(contexts), len(widths))
+
+    def close(self, seq: SeqId, keep: bool = False) -> None:
+        sequence = self._sequences.pop(seq, None)
+        if sequence is None:
+            return
+        if keep and sequence.pending:
+            # Stopped between forward and commit: those rows are not text.
+            keep = self.caps.rollback == "free"
+            if keep:
+                self._sequences[seq] = sequence
+                self.commit(seq, ())
+                del self._sequences[seq]
+        self._kept = sequence if keep else self._kept
+
+    def blank(self, seq: SeqId, length: int) -> bool:
+        if self.caps.rollback != "free":
+            return False
+        self._sequences[seq] = sequence = _Sequence(self._new_cache())
+        self._run(sequence, (0, 0), 1)
+        self.commit(seq, (0, 1))
+        if not self._full:
+            return True  # short stand-in: a window's contents cannot be made up through its API
+        with torch.inference_mode():
+            for i, layer in enumerate(sequence.cache.layers):
+                shape = list(layer.keys.shape)
+                shape[-2] = length - 2
+                sequence.cache.update(
+                    layer.keys.new_zeros(shape), layer.values.new_zeros(shape), i
+                )
+        sequence.tokens.extend([0] * (length - 2))
+        return True
+
+    def free(self) -> None:
+        self._sequences.clear()
+        self._kept = None
+        self._model = lambda: None

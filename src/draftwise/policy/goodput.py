@@ -1,0 +1,229 @@
+"""`auto`: each step the plan with the largest gain, priced by the present speed.
+
+    gain(plan) = 1 + Σ S_v − ρ · (T_draft + T̃(1 + n, ctx) + T_overhead)
+
+By Dinkelbach, maximising E[tokens]/E[seconds] means maximising this gain, with ρ the speed itself:
+tokens over seconds of the last ~HALF_LIFE tokens, never below plain speed. S_v is a node's
+survival (acceptance.py), T the measured curve (cost.py).
+
+  choose    ask the serial drafter whose expected gain, at its best length, beats both plain
+            decoding and the best retrieval draft at hand. A prompt the draft model has not read is
+            a cost too: it is read once the tokens still wanted are expected to repay it.
+  go        one more token while some m ≥ 1 further ones would raise the gain.
+  select    drafting is sunk: argmax over every draft and every n of Σ_{v ≤ n} S_v − ρ·T̃(1 + n);
+            the empty plan competes like any other (parking).
+
+Retrieval drafts are scored against the text at every step, verified or not; a parked serial
+drafter is probed with at most PROBE_SHARE of the time. The never-slower meter (guard.py) has the
+last word. Lossless: only drafts are chosen here; drafts drawn at random are never trimmed after
+the draw (docs/design.md §2, "no peeking"). Cost: about 0.1 ms a step. Source: 2406.14066.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..core import Ask, Draft, Features, SeqId, State, StepPlan, StepResult, UsageError
+from ..engines.base import Shape
+from . import Costs
+from .acceptance import Acceptance
+from .guard import Guard
+
+HALF_LIFE = 50.0
+DEEPEST = 64  # nodes of a retrieval draft
+SERIAL_DEEPEST = 16
+PROBE_SHARE = 0.01
+RETIME = 256  # steps after which a plain one is taken, so that T(1) stays measured
+UNREAD = 64  # a serial drafter lacking more than this has its prompt still to read
+
+
+@dataclass
+class _Speed:
+    """ρ of one sequence, and what the present step has come to."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    context: int = 0
+    survival: float = 1.0
+    drafted: int = 0
+    ask: Ask | None = None
+    row: list[float] = field(default_factory=list)
+
+
+class Auto:
+    name = "auto"
+
+    def __init__(self, costs: Costs, epsilon: float = 0.02):
+        self.costs = costs
+        self.acceptance = Acceptance()
+        self.guard = Guard(epsilon)
+        self.overhead = 0.0
+        self._speeds: dict[SeqId, _Speed] = {}
+        self._since_plain = 0
+        self._probe_credit = 0.0
+
+    @classmethod
+    def make(cls, argument: str, costs: Costs) -> Auto:
+        if argument:
+            raise UsageError(f"policy auto takes no argument, not {argument!r}")
+        return cls(costs)
+
+    def open(self, seq: SeqId) -> None:
+        self.acceptance.open(seq)
+        self._speeds[seq] = _Speed()
+
+    def close(self, seq: SeqId) -> None:
+        self.acceptance.close(seq)
+        self._speeds.pop(seq, None)
+
+    def price(self, seq: SeqId, context: int) -> float:
+        """ρ: tokens per second that a second spent now must bring."""
+        speed = self._speeds[seq]
+        floor = 1.0 / (self.costs.target.seconds(1, context) + self.overhead)
+        # Worth a few tokens of plain decoding to begin with.
+        tokens, seconds = speed.tokens + 8.0, speed.seconds + 8.0 / floor
+        return max(tokens / seconds, floor)
+
+    # choose: which serial drafter, if any
+
+    def choose(self, batch: Sequence[State]) -> list[Ask]:
+        return [ask for state in batch if (ask := self._ask(state)) is not None]
+
+    def _ask(self, state: State) -> Ask | None:
+        speed = self._speeds[state.seq]
+        speed.row = self.costs.target.row(DEEPEST + 1, state.context)
+        speed.ask, speed.survival, speed.drafted = None, 1.0, 0
+        speed.context = state.context
+        if not self.costs.serial or state.wanted < 2:
+            return None
+        rho = self.price(state.seq, state.context)
+        bar = max(
+            [1.0 - rho * speed.row[1]] + [self._best(state, d, rho)[0] for d in state.free]
+        )
+        asks = [self._serial(state, name, rho, bar) for name in self.costs.serial]
+        gain, ask, cost = max(asks, key=lambda found: found[0])
+        if ask is None:
+            return None
+        if gain <= bar:
+            if cost > self._probe_credit:
+                return None
+            self._probe_credit = 0.0
+        if not self.guard.allows(cost, speed.row[1]):
+            return None
+        speed.ask = ask
+        return ask
+
+    def _serial(self, state: State, name: str, rho: float, bar: float) -> tuple[float, Ask | None, float]:
+        """(expected gain, ask, seconds at risk) of the drafter at its best length."""
+        deepest = min(SERIAL_DEEPEST, state.wanted - 1, state.room[name])
+        if deepest < 1:
+            return float("-inf"), None, 0.0
+        speed, curve = self._speeds[state.seq], self.costs.serial[name]
+        one, stale = curve.seconds(1, state.context), state.stale[name]
+        catch_up = curve.seconds(stale, state.context - stale)
+        chance = self.acceptance.average(state.seq, name)
+        best, best_gain, tokens, survival = 1, float("-inf"), 1.0, 1.0
+        for m in range(1, deepest + 1):
+            survival *= chance
+            tokens += survival
+            gain = tokens - rho * ((m - 1) * one + speed.row[1 + m])
+            if gain > best_gain:
+                best, best_gain = m, gain
+        cost = catch_up + (best - 1) * one + speed.row[1 + best] - speed.row[1]
+        if stale <= UNREAD:
+            return best_gain - rho * catch_up, Ask(state.seq, name, deepest), cost
+        # Reading the prompt pays for the rest of the text, not for this step: each later step with
+        # this drafter gains (best_gain − bar) over the best plan without it.
+        later = (best_gain - rho * one - bar) * max(state.wanted / 2.0, 1.0) / max(tokens, 1.0)
+        gain = bar + (later - rho * catch_up)
+        return gain, Ask(state.seq, name, deepest), cost
+
+    # go: one more token from the drafter
+
+    def go(self, seq: SeqId, features: Features) -> bool:
+        speed = self._speeds[seq]
+        ask = speed.ask
+        if ask is None:
+            return False
+        speed.survival *= self.acceptance.chance(seq, ask.drafter, features)
+        speed.drafted += 1
+        n, survival = speed.drafted, speed.survival
+        one = self.costs.serial[ask.drafter].seconds(1, speed.context)
+        chance = self.acceptance.average(seq, ask.drafter)
+        rho = self.price(seq, speed.context)
+        gained = 0.0
+        for m in range(1, ask.depth - n + 1):
+            survival *= chance
+            gained += survival
+            if gained > rho * (m * one + speed.row[1 + n + m] - speed.row[1 + n]):
+                return True
+        return False
+
+    # select: what to verify
+
+    def select(self, batch: Sequence[tuple[State, Sequence[Draft]]]) -> list[StepPlan]:
+        return [self._plan(state, drafts) for state, drafts in batch]
+
+    def _plan(self, state: State, drafts: Sequence[Draft]) -> StepPlan:
+        speed, curve = self._speeds[state.seq], self.costs.target
+        empty = StepPlan(state.seq, None, 1)
+        rho = self.price(state.seq, state.context)
+        drawn = next((d for d in drafts if not d.points), None)
+        if drawn is not None:
+            # Dropping a node by what was drawn after it would shift the text's distribution.
+            return StepPlan(state.seq, drawn, 1 + len(drawn.tokens))
+        if self._since_plain >= RETIME:
+            return empty
+        best, head = 1.0 - rho * speed.row[1], None
+        for draft in drafts:
+            gain, n, survival = self._best(state, draft, rho)
+            if n and gain > best:
+                best, head = gain, draft.head(n, survival)
+        if head is None:
+            return empty
+        n = len(head.tokens)
+        risk = speed.row[1 + n] - speed.row[1]
+        if not self.guard.allows(risk, speed.row[1]):
+            return empty
+        width = min(curve.padded(1 + n, state.context), 1 + state.wanted)
+        return StepPlan(state.seq, head, max(width, 1 + n))
+
+    def _best(self, state: State, draft: Draft, rho: float) -> tuple[float, int, list[float]]:
+        """(gain, n, survivals): the best number of nodes to verify, drafting being paid for."""
+        survival = self.acceptance.survival(draft)
+        row = self._speeds[state.seq].row
+        most = min(len(survival), state.wanted - 1, DEEPEST)
+        tokens = list(itertools.accumulate(survival[:most], initial=1.0))
+        best, n = max((tokens[n] - rho * row[1 + n], -n) for n in range(most + 1))
+        return best, -n, survival
+
+    # learn: from what was verified, and from what was not
+
+    def learn(self, results: Sequence[StepResult]) -> None:
+        for result in results:
+            self._learn(result)
+
+    def _learn(self, r: StepResult) -> None:
+        curve, speed, width = self.costs.target, self._speeds[r.seq], r.plan.width
+        plain = curve.seconds(1, r.context) + self.overhead
+        curve.learn(Shape(width, r.context), r.verify_seconds)
+        self.overhead += 0.1 * (min(r.rest_seconds, 4 * self.overhead + 1e-3) - self.overhead)
+        if r.asked is not None:
+            own = next((len(d.tokens) for d in r.drafted if d.drafter == r.asked), 1)
+            draft = self.costs.serial[r.asked]
+            one = draft.seconds(1, r.context)
+            expected = draft.seconds(max(r.stale, 1), max(r.context - r.stale, 0)) + (own - 1) * one
+            draft.scale(r.draft_seconds, expected)
+        for drafted in r.drafted:
+            self.acceptance.learn(drafted, r.committed)
+        if r.verified:
+            self.acceptance.moved(r.seq, r.accepted, rejected=r.accepted < r.verified)
+        decay = 0.5 ** (len(r.committed) / HALF_LIFE)
+        speed.tokens = decay * speed.tokens + len(r.committed)
+        speed.seconds = decay * speed.seconds + r.seconds
+        speculated = width > 1 or r.asked is not None
+        self.guard.learn(r.seconds, plain * len(r.committed) if speculated else r.seconds)
+        self._since_plain = self._since_plain + 1 if width > 1 else 0
+        self._probe_credit = min(self._probe_credit + PROBE_SHARE * r.seconds, 5.0)

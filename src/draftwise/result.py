@@ -1,0 +1,115 @@
+"""What a request came to: the text, and how it was made.
+
+The counts reconcile: tokens = 1 (prefill) + Σ over steps (accepted + 1 bonus), less what a stop
+inside an accepted block cut off. `tokens_per_step` is committed tokens over target forwards, the
+prefill left out; `tokens_per_second` is over decode seconds, which hold everything after the
+first token, draft prefill included. Time to first token is apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .core import StepResult
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Seconds are wall-clock; `by_drafter` maps a drafter to its verified and accepted tokens and
+    the steps it served."""
+
+    prompt_tokens: int
+    reused_tokens: int
+    tokens: int
+    steps: int
+    plain_steps: int
+    verified: int
+    accepted: int
+    first_token_seconds: float
+    draft_seconds: float
+    verify_seconds: float
+    rest_seconds: float
+    by_drafter: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    note: str | None = None
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.draft_seconds + self.verify_seconds + self.rest_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return (self.tokens - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        return (self.tokens - 1) / self.steps if self.steps else 1.0
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted over verified draft tokens; None if nothing was verified."""
+        return self.accepted / self.verified if self.verified else None
+
+    def to_dict(self) -> dict[str, Any]:
+        derived = ("decode_seconds", "tokens_per_second", "tokens_per_step", "acceptance")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
+
+
+@dataclass(frozen=True)
+class Result:
+    """`token_ids` holds what was generated, an EOS that ended it included; `text` holds neither
+    special tokens nor the stop string. `finish_reason`: stop, length or cancelled."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stats: Stats
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Tally:
+    """Adds step results up to Stats."""
+
+    def __init__(self, prompt_tokens: int, note: str | None = None):
+        self._prompt, self._note = prompt_tokens, note
+        self._count: Counter[str] = Counter()
+        self._seconds: Counter[str] = Counter()
+        self._drafters: dict[str, Counter[str]] = {}
+
+    def add(self, r: StepResult) -> None:
+        self._count["tokens"] += len(r.committed)
+        if r.prefill:
+            self._count["reused"] = r.reused
+            self._seconds["first"] += r.seconds
+            return
+        self._count["steps"] += 1
+        self._count["plain"] += not r.verified
+        self._count["verified"] += r.verified
+        self._count["accepted"] += r.accepted
+        for name in ("draft", "verify", "rest"):
+            self._seconds[name] += getattr(r, f"{name}_seconds")
+        if r.plan.draft is not None:
+            own = self._drafters.setdefault(r.plan.draft.drafter, Counter())
+            own.update(verified=r.verified, accepted=r.accepted, steps=1)
+
+    def stats(self) -> Stats:
+        c, s = self._count, self._seconds
+        return Stats(
+            self._prompt,
+            c["reused"],
+            c["tokens"],
+            c["steps"],
+            c["plain"],
+            c["verified"],
+            c["accepted"],
+            s["first"],
+            s["draft"],
+            s["verify"],
+            s["rest"],
+            {name: dict(counts) for name, counts in self._drafters.items()},
+            self._note,
+        )
