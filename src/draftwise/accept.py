@@ -80,7 +80,7 @@ def rejection(
 def _accept_child(
     draft: Draft | None, node: int, p: npt.NDArray[np.float64], draws: int
 ) -> tuple[int, int]:
-    """The accepted child's (token, node), or (-1, -1) with `p` turned into the residual in place."""
+    """The accepted child's (token, node), or (-1, -1) with `p` made the residual in place."""
     for count, child in enumerate(draft.children(node) if draft else ()):
         assert draft is not None
         token, q = draft.tokens[child], draft.q[child]

@@ -12,25 +12,27 @@ import asyncio
 import itertools
 import threading
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
-from difflib import get_close_matches
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import Unpack
 
 from . import policy as policies
 from .accept import RULES
-from .core import Request, SamplingParams, StepResult, UsageError
+from .call import Call
+from .core import Request, SamplingParams, UsageError
 from .decode import Parts, decode
 from .drafters import REGISTRY as DRAFTERS
 from .drafters import Drafter
 from .drafters.model import ModelDrafter
-from .engines.base import sweep
+from .engines import REGISTRY as ENGINES
+from .engines.base import Engine, sweep
 from .engines.transformers import TransformersEngine
+from .options import Sampling, sampling_params
 from .policy.cost import CostCurve, CostStore
+from .prompts import Prompt, encode
 from .result import Result, Tally
 from .sampling import new_seed
 from .stopping import Stopper
@@ -40,28 +42,9 @@ from .vocabulary import check_same_vocabulary
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 DEFAULT_DRAFTERS = ("lookup", "suffix")
 # Seconds that measuring the cost curve may take when none is stored: together under 5 at load.
 SWEEP_TARGET, SWEEP_DRAFT = 2.8, 1.0
-
-
-class Sampling(TypedDict, total=False):
-    """The names of SamplingParams, for type checkers."""
-
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    min_new_tokens: int
-    stop: str | Sequence[str]
-    seed: int | None
-    ignore_eos: bool
 
 
 class Model:
@@ -110,7 +93,7 @@ class Model:
             "speculation is off: this model has recurrent state, which cannot be rolled back, "
             "so it is decoded plainly"
         )
-        warnings.warn(note, stacklevel=4)
+        warnings.warn(note, stacklevel=3)
         return note
 
     def _drafter(self, drafter: str | Drafter | PreTrainedModel) -> Drafter:
@@ -127,16 +110,16 @@ class Model:
         made: Drafter = DRAFTERS[drafter]()
         return made
 
-    def _curve(self, engine: TransformersEngine, budget: float) -> CostCurve:
+    def _curve(self, engine: Engine, budget: float) -> CostCurve:
         curve = self._store.load(engine.name) if self._store else None
         return curve or self._measured(engine, budget)
 
-    def _measured(self, engine: TransformersEngine, budget: float) -> CostCurve:
+    def _measured(self, engine: Engine, budget: float) -> CostCurve:
         points: list[Any] = []
         if engine.caps.rollback == "free":
             sweep(engine, budget, lambda shape, seconds: points.append((shape, seconds)))
         curve = CostCurve(points)
-        if self._store and points:
+        if self._store and curve.measured:
             self._store.save(engine.name, curve)
         return curve
 
@@ -219,7 +202,8 @@ class Model:
             cancel.set()
             if step is not None and not step.done():  # the step in flight ends in its own thread
                 await asyncio.wait([step])
-            call.close()
+            # Closing waits for its turn between other requests' steps: not on the event loop.
+            await asyncio.shield(asyncio.to_thread(call.close))
 
     def start(
         self,
@@ -279,24 +263,9 @@ class Model:
             )
         return min(wanted, context - len(prompt))
 
-    def encode(
-        self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None = None
-    ) -> list[int]:
+    def encode(self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
         """Token ids of a text, of chat messages with the reply's opening, or of ids themselves."""
-        tokenizer = tokenizer or self.tokenizer
-        if isinstance(prompt, str):
-            if not prompt:
-                raise UsageError("the prompt is empty")
-            return [int(t) for t in _needed(tokenizer).encode(prompt)]
-        items = list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
-        if items and all(isinstance(m, Mapping) for m in items):
-            return _chat([dict(m) for m in items], _needed(tokenizer))
-        if not all(isinstance(t, int) and not isinstance(t, bool) for t in items):
-            raise UsageError(
-                "a prompt is one text, one list of token ids, or one list of chat messages "
-                "({'role': ..., 'content': ...})"
-            )
-        return items
+        return encode(prompt, tokenizer or self.tokenizer)
 
     def _ended(self, steps: int) -> None:
         self._unsaved += steps
@@ -307,11 +276,14 @@ class Model:
         if self._store is None or not self._unsaved:
             return
         self._unsaved = 0
-        self._store.save(self.engine.name, self.costs.target)
+        curves = {self.engine.name: self.costs.target}
         for name, curve in self.costs.serial.items():
             drafter = self.drafters[name]
             assert isinstance(drafter, ModelDrafter)
-            self._store.save(drafter.engine.name, curve)
+            curves[drafter.engine.name] = curve
+        for name, curve in curves.items():
+            if curve.measured:  # a guess must not pass for a measurement next time
+                self._store.save(name, curve)
 
     def close(self) -> None:
         """Frees weights and caches; what was learned of costs is stored. May be called twice."""
@@ -329,104 +301,6 @@ class Model:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Call(Iterator[str]):
-    """A running request: an iterator of text. `close()` ends it; `result` is set at its end."""
-
-    def __init__(
-        self,
-        steps: Iterator[StepResult],
-        stopper: Stopper,
-        tally: Tally,
-        cancel: threading.Event | None,
-        ended: Callable[[int], None],
-    ):
-        self._steps, self._stopper, self._tally = steps, stopper, tally
-        self._cancel, self._ended = cancel, ended
-        self._result: Result | None = None
-
-    def __next__(self) -> str:
-        while self._result is None:
-            step = self.step()
-            piece = self._stopper.take()
-            if piece:
-                return piece
-            if step is None:
-                break
-        raise StopIteration
-
-    def step(self) -> StepResult | None:
-        """One step of the request; None once it has ended."""
-        if self._result is not None:
-            return None
-        if self._cancel is not None and self._cancel.is_set():
-            self.close()
-            return None
-        try:
-            result = next(self._steps)
-        except BaseException:
-            self._end("cancelled")
-            raise
-        self._tally.add(result)
-        if result.finish is not None:
-            next(self._steps, None)  # runs the generator to its end, which frees the caches
-            self._end(result.finish)
-        return result
-
-    def _end(self, reason: str) -> None:
-        stopper = self._stopper
-        if stopper.finish is None:
-            stopper.end(reason)
-        stats = self._tally.stats()
-        self._result = Result(stopper.text, tuple(stopper.tokens), stopper.finish or reason, stats)
-        self._ended(stats.steps)
-
-    def close(self) -> None:
-        """Ends the request now; what was generated is in `result`, with reason "cancelled"."""
-        if self._result is None:
-            self._steps.close()  # type: ignore[attr-defined]
-            self._end("cancelled")
-
-    @property
-    def result(self) -> Result:
-        if self._result is None:
-            raise UsageError("this call has not ended: iterate over it, or close it")
-        return self._result
-
-    def __enter__(self) -> Call:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _needed(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    if tokenizer is None:
-        raise UsageError("without a tokenizer, prompts must be token ids")
-    return tokenizer
-
-
-def _chat(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    if not all("role" in m and "content" in m for m in messages):
-        raise UsageError("every chat message needs 'role' and 'content'")
-    if not getattr(tokenizer, "chat_template", None):
-        raise UsageError("this model has no chat template: give it a text")
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates raise errors of their own, about roles mostly
-        raise UsageError(f"the chat template refuses these messages: {error}") from error
-    return [int(t) for t in tokenizer.encode(str(text), add_special_tokens=False)]
-
-
-def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
-    """SamplingParams from named options; an unknown name is refused."""
-    known = [f.name for f in fields(SamplingParams)]
-    for name in options:
-        if name not in known:
-            near = get_close_matches(name, known, 1)
-            raise UsageError(f"unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
-    return SamplingParams(**{k: v for k, v in options.items() if v is not None or k == "seed"})
 
 
 def _eos(model: PreTrainedModel) -> frozenset[int]:
@@ -459,8 +333,9 @@ def load(
     from .models import load_model
     from .unpack import cache_dir
 
-    if engine != "transformers":
-        raise UsageError(f"unknown engine {engine!r}: choose among transformers")
+    if engine not in ENGINES:
+        raise UsageError(f"unknown engine {engine!r}: choose among {', '.join(ENGINES)}")
+    policies.check(policy)
     if isinstance(drafters, str):
         raise UsageError(f"drafters must be a list of names, not the text {drafters!r}")
     names = [d for d in drafters if d not in DRAFTERS or d == "model"]

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 SeqId = int
+DEEPEST = 64  # nodes of a draft at most: wider forwards pay nowhere, and long drafts cost time
 FloatRow = npt.NDArray[np.floating[Any]]
 
 
@@ -36,7 +37,7 @@ POINT = Point()
 
 @dataclass(frozen=True)
 class Dense:
-    """q of a node drawn from `probs` ([V], float64, sums to 1), the very numbers it was drawn with."""
+    """q of a node drawn from `probs` ([V], float64, sums to 1): the numbers it was drawn with."""
 
     probs: FloatRow
 
@@ -57,19 +58,21 @@ class Features(NamedTuple):
 
     `match`: context tokens that agree with the place the node was copied from (retrieval).
     `share`: share of the known continuations that agree with the node, 0 to 1 (retrieval).
+    `other`: the node was copied from another request's text (retrieval).
     `prob`: the drafter's own probability of its best token, after processing (models, greedy).
     `margin`: gap between the drafter's two best perturbed scores, in nats (models, sampling).
     """
 
     match: int = 0
     share: float = 1.0
+    other: bool = False
     prob: float = -1.0
     margin: float = -1.0
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens of one sequence. All tuples have one entry a node; see the module's docstring."""
+    """Proposed tokens of one sequence; all tuples have one entry a node (see the module)."""
 
     seq: SeqId
     drafter: str
@@ -86,7 +89,7 @@ class Draft:
 
     @property
     def points(self) -> bool:
-        """True if no node was drawn at random, so that dropping nodes cannot shift a distribution."""
+        """True if no node was drawn at random: dropping some cannot shift a distribution."""
         return all(isinstance(q, Point) for q in self.q)
 
     def head(self, n: int, survival: Sequence[float] = ()) -> Draft:
@@ -122,7 +125,12 @@ def chain(
     """A draft in which every node continues the one before it; point masses unless q is given."""
     n = len(tokens)
     return Draft(
-        seq, drafter, tuple(tokens), tuple(range(-1, n - 1)), tuple(features), tuple(q or [POINT] * n)
+        seq,
+        drafter,
+        tuple(tokens),
+        tuple(range(-1, n - 1)),
+        tuple(features),
+        tuple(q or [POINT] * n),
     )
 
 
@@ -214,7 +222,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Ask:
-    """The policy's wish: this drafter, at most `depth` tokens (`Drafter.propose` gets `go` beside)."""
+    """The policy's wish: this drafter, at most `depth` tokens."""
 
     seq: SeqId
     drafter: str
@@ -240,7 +248,7 @@ class State:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Which nodes the target verifies (None: plain) and the rows of the forward, padding included."""
+    """Which nodes the target verifies (None: plain) and the forward's rows, padding included."""
 
     seq: SeqId
     draft: Draft | None
@@ -251,7 +259,7 @@ class StepPlan:
 class StepResult:
     """What one step did. Seconds: `draft` (serial drafters), `verify` (target forward and commit),
     `rest` (retrieval, policy, acceptance). `drafted` are the drafts that existed, verified or not;
-    `accepted` counts draft tokens in `committed`, `verified` those in the forward; `asked` names the
+    `accepted` counts draft tokens in `committed`, `verified` those in the forward; `asked` is the
     serial drafter that drafted and `stale` what it had to catch up with. `prefill` marks the result
     that carries the prompt's pass and the first token, of which `reused` tokens were cached."""
 

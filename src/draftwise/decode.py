@@ -17,12 +17,12 @@ sequence everywhere.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 
 from .accept import RULES, NodeRows
-from .core import Ask, Draft, Request, State, StepPlan, StepResult
+from .core import DEEPEST, Ask, Draft, Request, State, StepPlan, StepResult
 from .drafters import Drafter
 from .engines.base import Engine, PrefillChunk, Rows, Verify
 from .policy import Policy
@@ -32,7 +32,7 @@ from .stopping import Stopper
 
 @dataclass(frozen=True)
 class Parts:
-    """What decodes: one engine, its drafters by name, a policy, and a turn-taking lock for steps."""
+    """What decodes: an engine, its drafters by name, a policy, and the lock of a step's turn."""
 
     engine: Engine
     drafters: Mapping[str, Drafter]
@@ -40,7 +40,7 @@ class Parts:
     turn: AbstractContextManager[object]
 
 
-def decode(parts: Parts, request: Request, stopper: Stopper) -> Iterator[StepResult]:
+def decode(parts: Parts, request: Request, stopper: Stopper) -> Generator[StepResult, None, None]:
     """Yields a result for the prefill's token and for every step after it. Closing the generator
     ends the request between two steps; the other sequences are not affected."""
     run = _Run(parts, request, stopper)
@@ -79,6 +79,8 @@ class _Run:
         )
         self.generated: list[int] = []
         self.opened = False
+        self.met = ExitStack()  # closes the policy and the drafters that were opened
+        self.unpaid = 0.0
 
     def prefill(self) -> StepResult:
         start = time.perf_counter()
@@ -102,7 +104,7 @@ class _Run:
         )
 
     def step(self) -> StepResult:
-        started = time.perf_counter()
+        started = time.perf_counter() - self.unpaid
         if len(self.generated) == 1:
             self._meet()  # after the first token is out: drafters cost no time to first token
         state = self._look()
@@ -114,16 +116,16 @@ class _Run:
 
         before_verify = time.perf_counter()
         rows = self._verify(plan)
-        best = rows.argmax() if self.sampler.plain_argmax else None  # waits for the device
+        if self.sampler.plain_argmax:
+            rows.argmax()  # waits for the device, so that the forward's seconds are its own
         verified = time.perf_counter()
 
         committed, path, finish = self._accept(plan.draft, rows)
         before_commit = time.perf_counter()
-        self.engine.commit(self.seq, range(1 + len(path)))
+        self.engine.commit(self.seq, (0, *(node + 1 for node in path)))
         after_commit = time.perf_counter()
         for drafter in self.drafters.values():
             drafter.observe(self.seq, committed)
-        del best
         result = StepResult(
             self.seq,
             plan,
@@ -139,19 +141,24 @@ class _Run:
         )
         rest = time.perf_counter() - started - result.draft_seconds - result.verify_seconds
         result = replace(result, rest_seconds=rest)
+        learning = time.perf_counter()
         self.policy.learn([result])
+        # Learning needs the result, seconds included, so its own are charged to the next step.
+        self.unpaid = time.perf_counter() - learning
         return result
 
     def _meet(self) -> None:
+        self.met.callback(self.policy.close, self.seq)
         self.policy.open(self.seq)
         for drafter in self.drafters.values():
+            self.met.callback(drafter.close, self.seq)
             drafter.open(self.seq, self.request)
             drafter.observe(self.seq, self.generated)
 
     def _look(self) -> State:
         wanted = self.request.limit - len(self.generated)
         asks = [
-            Ask(self.seq, name, wanted - 1)
+            Ask(self.seq, name, min(wanted - 1, DEEPEST))
             for name, drafter in self.drafters.items()
             if not drafter.serial and wanted > 1
         ]
@@ -166,7 +173,9 @@ class _Run:
         )
 
     def _propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        return [d for ask in asks for d in self.drafters[ask.drafter].propose([ask], self.policy.go)]
+        return [
+            d for ask in asks for d in self.drafters[ask.drafter].propose([ask], self.policy.go)
+        ]
 
     def _verify(self, plan: StepPlan) -> Rows:
         draft = plan.draft.tokens if plan.draft else ()
@@ -182,7 +191,9 @@ class _Run:
         committed: list[int] = []
         path: list[int] = []
         finish = None
-        for token, node in self.rule(draft, NodeRows(rows.argmax, rows.row), self.sampler, self.generated):
+        for token, node in self.rule(
+            draft, NodeRows(rows.argmax, rows.row), self.sampler, self.generated
+        ):
             committed.append(token)
             if node >= 0:
                 path.append(node)
@@ -193,8 +204,6 @@ class _Run:
         return tuple(committed), path, finish
 
     def close(self, keep: bool) -> None:
-        if self.opened:
-            self.engine.close(self.seq, keep)
-        self.policy.close(self.seq)
-        for drafter in self.drafters.values():
-            drafter.close(self.seq)
+        with self.met:  # one that fails to close does not keep the others open
+            if self.opened:
+                self.engine.close(self.seq, keep)

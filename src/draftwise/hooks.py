@@ -6,9 +6,10 @@ custom_generate=draftwise.custom_generate)` and returns what `generate` would: i
 
 Limits of the hook: transformers hands such a callable neither `streamer` nor `tokenizer`, so a
 streamer given there gets nothing after the prompt (use `generate` above), and `stop_strings` raise
-in transformers before we are called. What the hook cannot honour (several sequences, beams, padding,
-scores, a filled cache) it refuses with a UsageError. Logits processors and stopping criteria of the
-call are honoured as they are: each is called once for every token, in order.
+in transformers before we are called; it drops `assistant_model` without a word. Unlike
+`model.generate`, the hook stops where the model's context is full. What it cannot honour (several
+sequences, beams, padding, scores, a filled cache) it refuses with a UsageError. Logits processors
+and stopping criteria of the call are honoured: each is called once for every token, in order.
 
 Lossless as in api.py. Greedy ids are those of `model.generate`; sampled ids have the same
 distribution, from a seed drawn from torch's global generator (so torch.manual_seed holds), but are
@@ -25,13 +26,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import Unpack
 
-from .api import DEFAULT_DRAFTERS, Model, Prompt, Sampling, sampling_params
+from .api import DEFAULT_DRAFTERS, Model
 from .core import SamplingParams, UsageError
+from .options import Sampling, sampling_params
+from .prompts import Prompt
 from .result import Result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# Model inputs that transformers adds by itself, or that are looked at below.
+KNOWN = (
+    "attention_mask",
+    "cache",
+    "inputs_embeds",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+)
 _wrapped: weakref.WeakKeyDictionary[Any, Model] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -69,8 +83,9 @@ def generate(
     prompt ids, then new ids as they are committed, then `end()`.
     """
     params = sampling_params(sampling)
-    wrapped = _wrap(model)
-    if tuple(drafters) != DEFAULT_DRAFTERS:
+    if tuple(drafters) == DEFAULT_DRAFTERS:
+        wrapped = _wrap(model)
+    else:
         wrapped = Model(model, tokenizer, drafters, policy=policy, borrowed=True)
     ids = wrapped.encode(prompt, tokenizer)
     call = wrapped.start(
@@ -135,22 +150,32 @@ def custom_generate(
 
 def _refuse(config: Any, ids: torch.Tensor, synced: bool, kwargs: dict[str, Any]) -> None:
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    mask = kwargs.get("attention_mask")
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    others = [n for n, value in kwargs.items() if n not in KNOWN and value is not None]
     refused = {
         "a batch of prompts (call it once for each)": ids.shape[0] != 1,
         "num_beams above 1": (config.num_beams or 1) > 1,
         "num_return_sequences above 1": (config.num_return_sequences or 1) > 1,
         "output_scores, output_logits, output_attentions and output_hidden_states": any(
-            getattr(config, name, False)
-            for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+            getattr(config, name, False) for name in OUTPUTS
         ),
         "padding in the prompt": mask is not None and bool((mask == 0).any()),
+        "positions other than 0, 1, 2, ...": positions is not None
+        and positions.flatten().tolist() != list(range(ids.shape[1])),
+        f"the model input {', '.join(others)}": bool(others),
         "inputs_embeds": kwargs.get("inputs_embeds") is not None,
-        "a cache that already holds tokens": cache is not None and cache.get_seq_length() > 0,
+        "a cache that already holds tokens": cache is not None and any(map(_filled, cache.layers)),
         "use_cache=False": config.use_cache is False,
-        "prompt_lookup_num_tokens (draftwise drafts by itself)": bool(config.prompt_lookup_num_tokens),
+        "prompt_lookup_num_tokens (draftwise drafts by itself)": bool(
+            config.prompt_lookup_num_tokens
+        ),
         "synced_gpus": bool(synced),
     }
     for what, present in refused.items():
         if present:
             raise UsageError(f"draftwise.custom_generate does not support {what}")
+
+
+def _filled(layer: Any) -> bool:
+    states = getattr(layer, "has_previous_state", None)  # of recurrent layers, which have no length
+    return any(states.values()) if states is not None else layer.get_seq_length() > 0

@@ -8,7 +8,7 @@ first token, draft prefill included. Time to first token is apart.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -77,7 +77,7 @@ class Tally:
     def __init__(self, prompt_tokens: int, note: str | None = None):
         self._prompt, self._note = prompt_tokens, note
         self._count: Counter[str] = Counter()
-        self._seconds: Counter[str] = Counter()
+        self._seconds: dict[str, float] = defaultdict(float)
         self._drafters: dict[str, Counter[str]] = {}
 
     def add(self, r: StepResult) -> None:
@@ -87,7 +87,7 @@ class Tally:
             self._seconds["first"] += r.seconds
             return
         self._count["steps"] += 1
-        self._count["plain"] += not r.verified
+        self._count["plain"] += int(not r.verified)
         self._count["verified"] += r.verified
         self._count["accepted"] += r.accepted
         for name in ("draft", "verify", "rest"):

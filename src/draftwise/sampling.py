@@ -29,6 +29,7 @@ from .core import FloatRow, LogitsProcessor, SamplingParams
 Ids = npt.NDArray[np.int64]
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_BELOW_ONE = 1.0 - 2.0**-53
 # Separate streams, so that acceptance draws never share a number with token noise.
 TOKEN, DRAFT, ACCEPT, RESIDUAL = range(4)
 
@@ -57,9 +58,10 @@ def _bits(k: int, ids: Ids | int) -> npt.NDArray[np.uint64]:
     """53 random bits for every id; an integer stands for the whole range 0..n-1."""
     global _counters
     if isinstance(ids, int):
-        if ids > len(_counters):
-            _counters = np.arange(ids, dtype=np.uint64) * np.uint64(_GOLDEN)
-        z = _counters[:ids] + np.uint64(k)
+        counters = _counters  # other threads may replace it meanwhile
+        if ids > len(counters):
+            _counters = counters = np.arange(ids, dtype=np.uint64) * np.uint64(_GOLDEN)
+        z = counters[:ids] + np.uint64(k)
     else:
         z = ids.astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(k)
     z ^= z >> np.uint64(30)
@@ -72,7 +74,8 @@ def _bits(k: int, ids: Ids | int) -> npt.NDArray[np.uint64]:
 
 def _to_gumbel(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     uniform = (bits.astype(np.float64) + 0.5) * 2.0**-53
-    noise: npt.NDArray[np.float64] = -np.log(-np.log(uniform))
+    # The largest would round to 1, which has no finite noise.
+    noise: npt.NDArray[np.float64] = -np.log(-np.log(np.minimum(uniform, _BELOW_ONE)))
     return noise
 
 
@@ -83,7 +86,8 @@ def gumbel(k: int, ids: Ids | int) -> npt.NDArray[np.float64]:
 
 def uniform(k: int, counter: int = 0) -> float:
     """One uniform in (0, 1) under a key; `counter` tells draws of one position apart."""
-    return (float(mix((k + counter * _GOLDEN) & _MASK) >> 11) + 0.5) * 2.0**-53
+    bits = mix((k + counter * _GOLDEN) & _MASK) >> 11
+    return min((float(bits) + 0.5) * 2.0**-53, _BELOW_ONE)
 
 
 class Sampler:
@@ -138,7 +142,8 @@ class Sampler:
         if self.params.greedy:
             return len(scores), scores
         if self.params.temperature != 1.0:
-            scores = scores / np.float32(self.params.temperature)
+            # Any temperature so low means the argmax; dividing by less would leave float32.
+            scores = scores / np.float32(max(self.params.temperature, 1e-30))
         return self._truncated(scores)
 
     def probabilities(self, row: FloatRow, generated: Sequence[int]) -> npt.NDArray[np.float64]:
@@ -155,8 +160,8 @@ class Sampler:
     def _processed(self, row: FloatRow, generated: Sequence[int]) -> FloatRow:
         p = self.params
         if self._processors:
-            ids = [[*self._prompt, *generated]]
-            history = torch.tensor(ids, dtype=torch.long, device=self._device)
+            text = [[*self._prompt, *generated]]
+            history = torch.tensor(text, dtype=torch.long, device=self._device)
             scores = torch.tensor(row, device=self._device)[None]
             for processor in self._processors:
                 scores = processor(history, scores)
@@ -166,7 +171,9 @@ class Sampler:
             seen = np.unique(np.fromiter((*self._prompt, *generated), np.int64))
             seen = seen[seen < len(row)]
             value = row[seen]
-            row[seen] = np.where(value < 0, value * p.repetition_penalty, value / p.repetition_penalty)
+            row[seen] = np.where(
+                value < 0, value * p.repetition_penalty, value / p.repetition_penalty
+            )
         if (p.presence_penalty or p.frequency_penalty) and len(generated):
             row = row.copy()
             ids, counts = np.unique(np.fromiter(generated, np.int64), return_counts=True)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 HALF = "\ufffd"  # what an unfinished UTF-8 sequence decodes to
-PATIENCE = 8  # tokens after which a character that still is not whole is taken as broken bytes
+PATIENCE = 8  # so many of them in a row are broken bytes, not a character that is unfinished
 
 
 class Decoder(Protocol):
@@ -47,13 +47,14 @@ class Stopper:
         self.text = ""
         self.finish: str | None = None
         self._shown = 0
-        self._from = self._read = 0  # tokens that the next piece is decoded with, and after
+        # The next piece is decoded from token `_from` on, of which up to `_whole` ended in a whole
+        # character, and `_read` characters of that are in `text`.
+        self._from = self._whole = self._read = 0
 
     def push(self, token: int) -> str | None:
         self.tokens.append(token)
-        if token in self._eos:
-            self.finish = "stop"
-        elif self._stopped_by(self._decoded()) or self._met():
+        stopped, met = self._stopped_by(self._decoded()), self._met()
+        if token in self._eos or stopped or met:
             self.finish = "stop"
         elif len(self.tokens) >= self._limit:
             self.finish = "length"
@@ -64,7 +65,7 @@ class Stopper:
     def end(self, reason: str) -> None:
         """Ends the text; bytes of an unfinished character become what they decode to."""
         self.finish = reason
-        if self._read < len(self.tokens) and not self._cut:
+        if self._whole < len(self.tokens) and not self._cut:
             self._stopped_by(self._decoded(final=True))
 
     def _decoded(self, final: bool = False) -> int:
@@ -72,12 +73,18 @@ class Stopper:
         start = len(self.text)
         if self._tokenizer is None:
             return start
-        before = self._decode(self.tokens[self._from : self._read])
-        after = self._decode(self.tokens[self._from :])
-        whole = not after.endswith(HALF) or len(self.tokens) - self._read >= PATIENCE
-        if len(after) > len(before) and (whole or final):
-            self.text += after[len(before) :]
-            self._from, self._read = self._read, len(self.tokens)
+        read = self._decode(self.tokens[self._from :])
+        whole = not read.endswith(HALF)
+        if not (whole or final):
+            # The tokens to come may mend what is not whole; of a long row, the last one only.
+            sure = read.rstrip(HALF)
+            read = sure if len(read) - len(sure) < PATIENCE else read[:-1]
+        if len(read) > self._read:
+            self.text += read[self._read :]
+            self._read = len(read)
+            if whole:
+                self._from, self._whole = self._whole, len(self.tokens)
+                self._read = len(self._decode(self.tokens[self._from :]))
         return start
 
     def _decode(self, tokens: list[int]) -> str:
@@ -87,9 +94,7 @@ class Stopper:
     def _stopped_by(self, start: int) -> bool:
         """Cuts `text` before the earliest stop string that ends after `start`."""
         found = [
-            at
-            for s in self._stop
-            if (at := self.text.find(s, max(start - len(s) + 1, 0))) >= 0
+            at for s in self._stop if (at := self.text.find(s, max(start - len(s) + 1, 0))) >= 0
         ]
         if found:
             self.text = self.text[: min(found)]
@@ -100,7 +105,8 @@ class Stopper:
         if not self._criteria:
             return False
         ids = torch.tensor([[*self._prompt, *self.tokens]], dtype=torch.long, device=self._device)
-        return any(bool(torch.as_tensor(c(ids, None)).all()) for c in self._criteria)
+        # All are called, as transformers does: some of them count.
+        return any([bool(torch.as_tensor(c(ids, None)).all()) for c in self._criteria])
 
     def take(self) -> str:
         """The text not taken yet that is safe to show."""

@@ -1,8 +1,8 @@
 """Drafters: anything that proposes tokens. One file each; `REGISTRY` names them all.
 
-The contract. `open(seq, request)` starts a sequence, `observe(seq, committed)` tells it the text
-as it grows (the prompt is the request's), `propose(asks, go)` returns at most one draft an ask, of at
-most `ask.depth` nodes, and must not change what later proposals would be; `close(seq)` forgets the
+The contract. `open(seq, request)` starts a sequence with its prompt, `observe(seq, committed)`
+tells it the text as it grows, `propose(asks, go)` returns at most one draft an ask, of at most
+`ask.depth` nodes, and must not change what later proposals would be; `close(seq)` forgets the
 sequence. A drafter marked `serial` pays for every token it drafts and calls `go(seq, features)`
 before each further one, where `features` are those of the last one drafted. Retrieval drafters
 draft in microseconds, are asked at every step and ignore `go`.
@@ -41,7 +41,7 @@ class Drafter(Protocol):
 
 
 class Retrieval:
-    """What drafters without a model have in common: nothing to catch up with, no context to fill."""
+    """What drafters without a model share: nothing to catch up with, no context to fill."""
 
     serial = False
 

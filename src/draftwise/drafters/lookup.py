@@ -1,8 +1,8 @@
 """Prompt lookup: copy what followed the last occurrence of the words just written.
 
 The request's own text (prompt and generated) is indexed by its n-grams. The drafter takes the
-latest few places where the last MIN_MATCH tokens stood before, extends each match backwards, and copies
-from the longest (the latest, among equals). One token of match is enough to propose: whether such a
+latest few places where the last tokens stood before, extends each match backwards, and copies from
+the longest (the latest, among equals). One token of match is enough to propose: whether such a
 draft is worth verifying is the policy's decision, from the match length it reports.
 
 If the copied run reaches the end of the text it goes on periodically, so a loop of any period is
@@ -41,21 +41,24 @@ class _Text:
                         del found[0]
 
     def best_match(self) -> tuple[int, int]:
-        """(length, position after it) of the longest earlier match of the text's end; (0, 0) if none."""
+        """(length, position after it) of the longest earlier match of the text's end, or (0, 0)."""
         text, end = self.tokens, len(self.tokens)
         for n in ORDERS:
             longest, at = 0, 0
             for place in reversed(self.places.get(tuple(text[end - n :]), ())):
                 if place == end:
                     continue
-                length = n
-                while length < LONGEST and place > length and text[place - length - 1] == text[end - length - 1]:
-                    length += 1
+                length = n + self._agree(place - n, end - n)
                 if length > longest:
                     longest, at = length, place
             if longest:
                 return longest, at
         return 0, 0
+
+    def _agree(self, a: int, b: int) -> int:
+        """How many tokens before positions a < b are the same, up to LONGEST."""
+        text, most = self.tokens, min(a, LONGEST)
+        return next((i for i in range(most) if text[a - 1 - i] != text[b - 1 - i]), most)
 
     def copy(self, at: int, depth: int) -> list[int]:
         run = self.tokens[at : at + depth]

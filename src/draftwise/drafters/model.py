@@ -20,7 +20,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..core import POINT, Ask, Dense, Draft, Features, Q, Request, SeqId, chain
+from ..core import (
+    POINT,
+    Ask,
+    Dense,
+    Draft,
+    Features,
+    FloatRow,
+    Q,
+    Request,
+    SeqId,
+    UsageError,
+    chain,
+)
 from ..engines.base import Engine, PrefillChunk, Verify
 from ..sampling import DRAFT, Sampler, gumbel, key
 from . import Go

@@ -10,8 +10,9 @@ all its rivals. Two automata are kept:
   store   the texts of earlier requests, at most STORE tokens; when full, the older half is
           forgotten. A cursor follows the request through it.
 
-The draft follows the better match of the two (ties: own), at each node the most frequent
-continuation, the latest among equals. Cost: about 6 µs per token added, 40 µs per proposal of 16.
+The draft follows the request's own text unless the store matches more than twice as much of it
+(what another request said here is worth less), at each node the most frequent continuation, the
+latest among equals. Cost: about 6 µs per token added, 40 µs per proposal of 16.
 Lossless because drafts are only proposals.
 """
 
@@ -81,7 +82,9 @@ class Automaton:
             return self.next[state][token], matched + 1
         return 0, 0
 
-    def follow(self, state: int, matched: int, depth: int) -> tuple[list[int], list[Features]]:
+    def follow(
+        self, state: int, matched: int, depth: int, other: bool = False
+    ) -> tuple[list[int], list[Features]]:
         """The most frequent continuation of a match, with what is known of each node."""
         tokens: list[int] = []
         features: list[Features] = []
@@ -97,7 +100,8 @@ class Automaton:
                 matched = self.length[state] if state > 0 else 0
                 continue
             tokens.append(best)
-            features.append(Features(min(matched, LONGEST), best_count / max(total, 1)))
+            share = best_count / max(total, 1)
+            features.append(Features(min(matched, LONGEST), share, other))
             state = self.next[state][best]
             matched += 1
         return tokens, features
@@ -140,10 +144,11 @@ class Suffix(Retrieval):
             cursor = self._cursors[ask.seq]
             own = cursor.own.link[cursor.own.last]
             matched = cursor.own.length[own] if own > 0 else 0
-            if matched >= min(cursor.matched, LONGEST) or cursor.version != self._version:
+            if 2 * matched >= min(cursor.matched, LONGEST) or cursor.version != self._version:
                 tokens, features = cursor.own.follow(own, matched, ask.depth)
             else:
-                tokens, features = self._store.follow(cursor.state, cursor.matched, ask.depth)
+                state, matched = cursor.state, cursor.matched
+                tokens, features = self._store.follow(state, matched, ask.depth, other=True)
             if tokens:
                 drafts.append(chain(ask.seq, self.name, tokens, features))
         return drafts

@@ -81,14 +81,15 @@ class Engine(Protocol):
     def close(self, seq: SeqId, keep: bool = False) -> None:
         """Ends a sequence; `keep` leaves its cache for a later `open` with the same beginning."""
 
-    def blank(self, seq: SeqId, length: int) -> bool:
-        """Opens a sequence of `length` meaningless tokens, for measuring; False if it cannot."""
+    def blank(self, seq: SeqId, length: int) -> int:
+        """Opens a sequence of about `length` meaningless tokens, for measuring. Returns how many
+        it holds; 0 if it cannot, and then nothing is open."""
 
     def free(self) -> None:
         """Drops every cache and the weights."""
 
 
-WIDTHS = (1, 4, 16, 2, 8, 32, 64)
+WIDTHS = (1, 16, 4, 2, 8, 32, 64)  # the first two tell how steep the curve is
 
 
 def sweep(
@@ -98,7 +99,8 @@ def sweep(
     widths: Sequence[int] = WIDTHS,
     contexts: Sequence[int] = (16, 1024),
 ) -> None:
-    """Times forwards of several shapes, most telling first, until `budget` seconds are used.
+    """Times forwards of several shapes, most telling first, until `budget` seconds are used; the
+    first two widths at the short context are always timed.
 
     The first pass over the short context touches each width twice where time allows, since the
     first forward of a shape also pays for kernels being chosen; the least of the times counts.
@@ -108,18 +110,19 @@ def sweep(
     for context, some in plans:
         if engine.caps.context is not None:
             context = min(context, engine.caps.context - max(some) - 1)
-        if context < 1 or not engine.blank(seq, context):
+        held = engine.blank(seq, context) if context >= 1 else 0
+        if not held:
             continue
         try:
             cost = 0.0
             _timed(engine, seq, 1)  # the very first forward pays for much that no later one does
             for width in some:
-                if time.perf_counter() + 1.5 * cost > deadline:
+                if time.perf_counter() + 1.5 * cost > deadline and width not in widths[:2]:
                     break
                 first = _timed(engine, seq, width)
                 room = time.perf_counter() + first < deadline
                 cost = min(first, _timed(engine, seq, width)) if room else first
-                report(engine.shape([width], [context]), cost)
+                report(engine.shape([width], [held]), cost)
         finally:
             engine.close(seq)
 

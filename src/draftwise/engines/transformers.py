@@ -41,8 +41,10 @@ class TensorRows:
 
     def argmax(self) -> Sequence[int]:
         if self._best is None:
-            # Through float32: torch's bf16 argmax on the CPU is several times slower.
-            self._best = self._logits.float().argmax(-1).tolist()
+            logits = self._logits.float()
+            # 16 rows of 152k on one core: numpy 0.4 ms, torch 2.5 ms, torch in bf16 25 ms.
+            best = logits.numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1)
+            self._best = best.tolist()
         return self._best
 
     def row(self, i: int) -> FloatRow:
@@ -66,7 +68,9 @@ class TransformersEngine:
 
     def __init__(self, model: PreTrainedModel, name: str = "", borrowed: bool = False):
         if model.config.is_encoder_decoder:
-            raise UsageError("encoder-decoder models are not supported: name a causal language model")
+            raise UsageError(
+                "encoder-decoder models are not supported: name a causal language model"
+            )
         self._model: Callable[[], PreTrainedModel | None]
         self._model = weakref.ref(model) if borrowed else lambda: model
         self._sequences: dict[SeqId, _Sequence] = {}
@@ -155,9 +159,9 @@ class TransformersEngine:
         return common
 
     def forward(self, work: Sequence[PrefillChunk | Verify]) -> list[Rows]:
-        return [
-            self._prefill(w) if isinstance(w, PrefillChunk) else self._verify(w) for w in work
-        ]
+        if self.closed:
+            raise UsageError("this model is closed")
+        return [self._prefill(w) if isinstance(w, PrefillChunk) else self._verify(w) for w in work]
 
     def _prefill(self, work: PrefillChunk) -> Rows:
         sequence = self._sequences[work.seq]
@@ -227,23 +231,22 @@ class TransformersEngine:
                 del self._sequences[seq]
         self._kept = sequence if keep else self._kept
 
-    def blank(self, seq: SeqId, length: int) -> bool:
+    def blank(self, seq: SeqId, length: int) -> int:
         if self.caps.rollback != "free":
-            return False
+            return 0
         self._sequences[seq] = sequence = _Sequence(self._new_cache())
-        self._run(sequence, (0, 0), 1)
-        self.commit(seq, (0, 1))
+        first = min(length, 2)
+        self._run(sequence, (0,) * first, 1)
+        self.commit(seq, range(first))
         if not self._full:
-            return True  # short stand-in: a window's contents cannot be made up through its API
+            return first  # what a window holds cannot be made up through its API
         with torch.inference_mode():
             for i, layer in enumerate(sequence.cache.layers):
                 shape = list(layer.keys.shape)
-                shape[-2] = length - 2
-                sequence.cache.update(
-                    layer.keys.new_zeros(shape), layer.values.new_zeros(shape), i
-                )
-        sequence.tokens.extend([0] * (length - 2))
-        return True
+                shape[-2] = length - first
+                sequence.cache.update(layer.keys.new_zeros(shape), layer.values.new_zeros(shape), i)
+        sequence.tokens.extend([0] * (length - first))
+        return length
 
     def free(self) -> None:
         self._sequences.clear()

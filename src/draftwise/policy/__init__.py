@@ -52,9 +52,14 @@ def _registry() -> dict[str, Callable[[str, Costs], Policy]]:
 REGISTRY: dict[str, Callable[[str, Costs], Policy]] = _registry()
 
 
+def check(spec: str) -> None:
+    """Raises UsageError if no policy has this name; cheap, so that it can come before loading."""
+    if spec.partition(":")[0] not in REGISTRY:
+        raise UsageError(f"unknown policy {spec!r}: choose among {', '.join(REGISTRY)}")
+
+
 def make(spec: str, costs: Costs) -> Policy:
     """The policy named by `spec`, such as "auto", "plain", "fixed:5" or "fixed:5:lookup"."""
+    check(spec)
     name, _, argument = spec.partition(":")
-    if name not in REGISTRY:
-        raise UsageError(f"unknown policy {spec!r}: choose among {', '.join(REGISTRY)}")
     return REGISTRY[name](argument, costs)

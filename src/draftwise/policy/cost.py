@@ -21,130 +21,117 @@ import json
 import math
 import os
 import tempfile
-from bisect import bisect_right
 from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ..engines.base import Shape
 
 LARGEST = 4.0  # a step counts for at most this many times, and at least this fraction of, its price
 DRIFT_RATE = 0.15
-BASE_RATE = 0.08
+BASE_RATE = 0.02  # far below drift's, or a busy machine would bend the curve instead of lifting it
 VERSION = 1
+GUESS = ((Shape(1, 0), 0.03), (Shape(64, 0), 0.09))  # until something is measured
+Floats = npt.NDArray[np.float64]
 
 
 class CostCurve:
     def __init__(self, points: Iterable[tuple[Shape, float]] = ()):
+        """`points`: measured (shape, seconds); those of the shortest context make the base."""
+        points = list(points)
+        self.measured = bool(points)
+        points = points or list(GUESS)
         self.drift = 1.0
-        self._base: dict[int, float] = {}
-        self._slopes: dict[int, float] = {}
-        self._context = 0
-        self._widths: list[int] = []
-        self._counts: dict[int, int] = {}
-        self._sweep(list(points))
-
-    def _sweep(self, points: list[tuple[Shape, float]]) -> None:
-        if not points:
-            points = [(Shape(1, 0), 0.03), (Shape(64, 0), 0.09)]  # until something is measured
         self._context = min(shape.context for shape, _ in points)
-        for shape, seconds in points:
-            if shape.context == self._context:
-                self._base[shape.width] = seconds
-        for shape, seconds in points:
-            if shape.context > self._context and shape.width in self._base:
-                gained = seconds - self._base[shape.width]
-                self._slopes[shape.width] = max(gained / (shape.context - self._context), 0.0)
-        self._smooth()
-
-    def _smooth(self) -> None:
-        self._widths = sorted(self._base)
-
-    def _interpolate(self, table: dict[int, float], widths: list[int], width: int) -> float:
-        if len(widths) == 1:
-            return table[widths[0]]
-        i = min(max(bisect_right(widths, width), 1), len(widths) - 1)
-        low, high = widths[i - 1], widths[i]
-        rise = (table[high] - table[low]) / (high - low)
-        if width > widths[-1]:
-            rise = max(rise, 0.0)
-            return table[high] + rise * (width - high)
-        return table[low] + rise * (width - low)
-
-    def _slope(self, width: int) -> float:
-        if not self._slopes:
-            return 0.0
-        return max(self._interpolate(self._slopes, sorted(self._slopes), width), 0.0)
-
-    def _steady(self, width: int, context: int) -> float:
-        base = self._interpolate(self._base, self._widths, width)
-        return base + self._slope(width) * max(context - self._context, 0)
+        base = {s.width: t for s, t in points if s.context == self._context}
+        if len(base) == 1:  # one width says nothing of the others: assume that rows cost something
+            ((width, seconds),) = base.items()
+            base[64 * width] = 3.0 * seconds
+        self._widths: Floats = np.array(sorted(base), dtype=np.float64)
+        self._base: Floats = np.array([base[int(w)] for w in self._widths])
+        self._seen: Floats = np.zeros(len(base))
+        slopes = {
+            s.width: max((t - base[s.width]) / (s.context - self._context), 0.0)
+            for s, t in points
+            if s.context > self._context and s.width in base
+        }
+        self._sloped = bool(slopes)
+        self._slope_widths = sorted(slopes) or [1]
+        self._slopes = [slopes[w] for w in sorted(slopes)] or [0.0]
 
     def seconds(self, width: int, context: int) -> float:
         """T(w, c) now, drift included."""
-        return self.drift * self._steady(width, context)
+        return float(self._prices(np.array([width], dtype=np.float64), context)[0])
+
+    def _prices(self, widths: Floats, context: int) -> Floats:
+        base = np.interp(widths, self._widths, self._base)
+        if widths[-1] > self._widths[-1] and len(self._widths) > 1:
+            rise = (self._base[-1] - self._base[-2]) / (self._widths[-1] - self._widths[-2])
+            base += max(rise, 0.0) * np.maximum(widths - self._widths[-1], 0.0)
+        slope = np.interp(widths, self._slope_widths, self._slopes)
+        prices: Floats = self.drift * (base + slope * max(context - self._context, 0))
+        return prices
 
     def row(self, widest: int, context: int) -> list[float]:
         """T̃(w, c) for w = 0..widest (index 0 repeats width 1)."""
-        top = max(self._widths[-1], widest)
-        row = [self.seconds(w, context) for w in range(1, widest + 1)]
-        least = min(
-            (self.seconds(w, context) for w in self._widths if widest < w <= top), default=math.inf
-        )
-        for i in range(widest - 1, -1, -1):
-            least = row[i] = min(row[i], least)
-        return [row[0], *row]
+        widths = np.arange(1, max(widest, int(self._widths[-1])) + 1, dtype=np.float64)
+        prices = self._prices(widths, context)
+        least: list[float] = np.minimum.accumulate(prices[::-1])[::-1][:widest].tolist()
+        return [least[0], *least]
 
     def padded(self, width: int, context: int) -> int:
         """The cheapest width of at least `width`; itself unless a wider one is 3 % cheaper."""
-        best, least = width, 0.97 * self.seconds(width, context)
-        for w in self._widths:
-            if w > width and self.seconds(w, context) < least:
-                best, least = w, self.seconds(w, context)
-        return best
+        wider = self._widths[self._widths > width]
+        if not len(wider):
+            return width
+        prices = self._prices(wider, context)
+        best = int(prices.argmin())
+        return int(wider[best]) if prices[best] < 0.97 * self.seconds(width, context) else width
 
     def learn(self, shape: Shape, seconds: float) -> None:
-        """Corrects the curve by one real step."""
-        expected = self.seconds(shape.width, shape.context)
-        ratio = min(max(seconds / expected, 1 / LARGEST), LARGEST)
-        self.drift *= math.exp(DRIFT_RATE * _clamped(math.log(ratio), 0.5))
-        seen = self._counts.get(shape.width, 0)
-        self._counts[shape.width] = seen + 1
-        # A width seen for the first time tells more than one seen often.
-        rate = max(BASE_RATE, 0.5 / (1 + seen))
-        own = _clamped(math.log(seconds / self.seconds(shape.width, shape.context)), 0.5)
-        self._move(shape.width, math.exp(rate * own))
-        # Only relations between widths belong into `base`: the level is drift's. Width 1 is the
-        # yardstick of everything, so the two must not chase one another.
+        """Corrects the curve by one real step: the level by all steps, a width by its own."""
+        self.scale(seconds, self.seconds(shape.width, shape.context))
+        own = math.log(seconds / self.seconds(shape.width, shape.context))
+        self._move(shape.width, min(max(own, -0.5), 0.5))
 
     def scale(self, seconds: float, expected: float) -> None:
-        """Corrects the level alone, by work that was several forwards."""
+        """Corrects the level alone, by work that may have been several forwards."""
         if seconds > 0 and expected > 0:
-            self.drift *= math.exp(DRIFT_RATE * _clamped(math.log(seconds / expected), 0.5))
+            ratio = min(max(seconds / expected, 1 / LARGEST), LARGEST)
+            self.drift *= ratio**DRIFT_RATE
 
-    def _move(self, width: int, factor: float) -> None:
-        if width in self._base:
-            self._base[width] *= factor
-            return
-        if len(self._widths) == 1 or width > self._widths[-1]:
-            self._base[width] = self._interpolate(self._base, self._widths, width) * factor
-            self._smooth()
-            return
-        i = bisect_right(self._widths, width)
-        for w in self._widths[max(i - 1, 0) : i + 1]:
-            near = 1 - abs(w - width) / max(self._widths[i] - self._widths[i - 1], 1) if i else 1.0
-            self._base[w] *= factor**near
+    def _move(self, width: int, own: float) -> None:
+        widths = self._widths
+        if width > widths[-1]:
+            price = self.seconds(width, self._context) / self.drift
+            self._widths = np.append(widths, width)
+            self._base, self._seen = np.append(self._base, price), np.append(self._seen, 0.0)
+        i = int(np.searchsorted(self._widths, width))
+        near = [(i, 1.0)]
+        if self._widths[i] != width:
+            low, high = self._widths[i - 1], self._widths[i]
+            share = float((width - low) / (high - low))
+            near = [(i - 1, 1.0 - share), (i, share)]
+        for at, share in near:
+            # The first steps at a width tell more than later ones: the sweep saw it twice at most.
+            # What is far off was measured on a machine that has changed since: mend it sooner.
+            steady = BASE_RATE * (1.0 + 10.0 * abs(own))
+            rate = max(steady, 0.15 / (1.0 + self._seen[at])) * share
+            self._base[at] *= math.exp(rate * own)
+            self._seen[at] += share
 
     def points(self) -> list[tuple[Shape, float]]:
         """What a curve is rebuilt from: `CostCurve(curve.points())` has the same steady prices."""
-        base = [(Shape(w, self._context), t) for w, t in sorted(self._base.items())]
-        far = self._context + 1000
-        return base + [(Shape(w, far), self._base[w] + s * 1000) for w, s in self._slopes.items()]
-
-
-def _clamped(value: float, most: float) -> float:
-    return min(max(value, -most), most)
+        base = {int(w): float(t) for w, t in zip(self._widths, self._base, strict=True)}
+        points = [(Shape(w, self._context), t) for w, t in base.items()]
+        for w, slope in zip(self._slope_widths, self._slopes, strict=True):
+            if self._sloped and w in base:
+                points.append((Shape(w, self._context + 1000), base[w] + slope * 1000))
+        return points
 
 
 class CostStore:

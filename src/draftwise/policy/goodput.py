@@ -6,8 +6,8 @@ By Dinkelbach, maximising E[tokens]/E[seconds] means maximising this gain, with 
 tokens over seconds of the last ~HALF_LIFE tokens, never below plain speed. S_v is a node's
 survival (acceptance.py), T the measured curve (cost.py).
 
-  choose    ask the serial drafter whose expected gain, at its best length, beats both plain
-            decoding and the best retrieval draft at hand. A prompt the draft model has not read is
+  choose    ask the serial drafter whose usual yield (acceptance.py), at today's prices, beats both
+            plain decoding and the best retrieval draft at hand. A prompt that it has not read is
             a cost too: it is read once the tokens still wanted are expected to repay it.
   go        one more token while some m ≥ 1 further ones would raise the gain.
   select    drafting is sunk: argmax over every draft and every n of Σ_{v ≤ n} S_v − ρ·T̃(1 + n);
@@ -25,18 +25,16 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..core import Ask, Draft, Features, SeqId, State, StepPlan, StepResult, UsageError
+from ..core import DEEPEST, Ask, Draft, Features, SeqId, State, StepPlan, StepResult, UsageError
 from ..engines.base import Shape
 from . import Costs
-from .acceptance import Acceptance
+from .acceptance import Acceptance, Yields
 from .guard import Guard
 
 HALF_LIFE = 50.0
-DEEPEST = 64  # nodes of a retrieval draft
 SERIAL_DEEPEST = 16
 PROBE_SHARE = 0.01
 RETIME = 256  # steps after which a plain one is taken, so that T(1) stays measured
-UNREAD = 64  # a serial drafter lacking more than this has its prompt still to read
 
 
 @dataclass
@@ -59,6 +57,7 @@ class Auto:
         self.costs = costs
         self.acceptance = Acceptance()
         self.guard = Guard(epsilon)
+        self.yields = Yields()
         self.overhead = 0.0
         self._speeds: dict[SeqId, _Speed] = {}
         self._since_plain = 0
@@ -71,11 +70,11 @@ class Auto:
         return cls(costs)
 
     def open(self, seq: SeqId) -> None:
-        self.acceptance.open(seq)
         self._speeds[seq] = _Speed()
 
     def close(self, seq: SeqId) -> None:
         self.acceptance.close(seq)
+        self.yields.close(seq)
         self._speeds.pop(seq, None)
 
     def price(self, seq: SeqId, context: int) -> float:
@@ -99,9 +98,7 @@ class Auto:
         if not self.costs.serial or state.wanted < 2:
             return None
         rho = self.price(state.seq, state.context)
-        bar = max(
-            [1.0 - rho * speed.row[1]] + [self._best(state, d, rho)[0] for d in state.free]
-        )
+        bar = max([1.0 - rho * speed.row[1]] + [self._best(state, d, rho)[0] for d in state.free])
         asks = [self._serial(state, name, rho, bar) for name in self.costs.serial]
         gain, ask, cost = max(asks, key=lambda found: found[0])
         if ask is None:
@@ -115,30 +112,26 @@ class Auto:
         speed.ask = ask
         return ask
 
-    def _serial(self, state: State, name: str, rho: float, bar: float) -> tuple[float, Ask | None, float]:
-        """(expected gain, ask, seconds at risk) of the drafter at its best length."""
+    def _serial(
+        self, state: State, name: str, rho: float, bar: float
+    ) -> tuple[float, Ask | None, float]:
+        """(expected gain, ask, seconds at risk) of asking the drafter."""
         deepest = min(SERIAL_DEEPEST, state.wanted - 1, state.room[name])
         if deepest < 1:
             return float("-inf"), None, 0.0
         speed, curve = self._speeds[state.seq], self.costs.serial[name]
         one, stale = curve.seconds(1, state.context), state.stale[name]
-        catch_up = curve.seconds(stale, state.context - stale)
-        chance = self.acceptance.average(state.seq, name)
-        best, best_gain, tokens, survival = 1, float("-inf"), 1.0, 1.0
-        for m in range(1, deepest + 1):
-            survival *= chance
-            tokens += survival
-            gain = tokens - rho * ((m - 1) * one + speed.row[1 + m])
-            if gain > best_gain:
-                best, best_gain = m, gain
-        cost = catch_up + (best - 1) * one + speed.row[1 + best] - speed.row[1]
-        if stale <= UNREAD:
-            return best_gain - rho * catch_up, Ask(state.seq, name, deepest), cost
-        # Reading the prompt pays for the rest of the text, not for this step: each later step with
-        # this drafter gains (best_gain − bar) over the best plan without it.
-        later = (best_gain - rho * one - bar) * max(state.wanted / 2.0, 1.0) / max(tokens, 1.0)
-        gain = bar + (later - rho * catch_up)
-        return gain, Ask(state.seq, name, deepest), cost
+        accepted, drafted = self.yields.expected(state.seq, name)
+        drafted = min(max(drafted, 1.0), float(deepest))
+        accepted = min(accepted, drafted)
+        width = 1 + round(drafted)
+        gain = 1.0 + accepted - rho * (drafted * one + speed.row[width])
+        # Catching up (the whole prompt, at first) also serves the steps to come. How many of them
+        # there will be is unknown, since a text may end early: half of what is still wanted.
+        extra = curve.seconds(stale, state.context - stale) - one if stale > 1 else 0.0
+        steps = max(0.5 * state.wanted / (1.0 + accepted), 1.0)
+        risk = extra + drafted * one + speed.row[width] - speed.row[1]
+        return gain - rho * extra / steps, Ask(state.seq, name, deepest), risk
 
     # go: one more token from the drafter
 
@@ -151,7 +144,7 @@ class Auto:
         speed.drafted += 1
         n, survival = speed.drafted, speed.survival
         one = self.costs.serial[ask.drafter].seconds(1, speed.context)
-        chance = self.acceptance.average(seq, ask.drafter)
+        chance = self.acceptance.ahead(seq, ask.drafter, features)
         rho = self.price(seq, speed.context)
         gained = 0.0
         for m in range(1, ask.depth - n + 1):
@@ -212,14 +205,13 @@ class Auto:
         self.overhead += 0.1 * (min(r.rest_seconds, 4 * self.overhead + 1e-3) - self.overhead)
         if r.asked is not None:
             own = next((len(d.tokens) for d in r.drafted if d.drafter == r.asked), 1)
-            draft = self.costs.serial[r.asked]
-            one = draft.seconds(1, r.context)
-            expected = draft.seconds(max(r.stale, 1), max(r.context - r.stale, 0)) + (own - 1) * one
-            draft.scale(r.draft_seconds, expected)
-        for drafted in r.drafted:
-            self.acceptance.learn(drafted, r.committed)
-        if r.verified:
-            self.acceptance.moved(r.seq, r.accepted, rejected=r.accepted < r.verified)
+            price = self.costs.serial[r.asked]
+            catch_up = price.seconds(max(r.stale, 1), max(r.context - r.stale, 0))
+            price.scale(r.draft_seconds, catch_up + (own - 1) * price.seconds(1, r.context))
+        for draft in r.drafted:
+            hits = self.acceptance.learn(draft, r.committed)
+            if draft.drafter == r.asked:
+                self.yields.learn(r.seq, r.asked, hits, len(draft.tokens))
         decay = 0.5 ** (len(r.committed) / HALF_LIFE)
         speed.tokens = decay * speed.tokens + len(r.committed)
         speed.seconds = decay * speed.seconds + r.seconds

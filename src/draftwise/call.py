@@ -1,0 +1,85 @@
+"""`Call`: a request while it runs, seen as an iterator of text.
+
+Text is handed over as it is committed, in pieces that never split a character or a stop string.
+Closing the call, cancelling it, or an error in a step ends the request and frees its caches at
+once; what was generated until then stays in `result`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterator
+
+from .core import StepResult, UsageError
+from .result import Result, Tally
+from .stopping import Stopper
+
+
+class Call(Iterator[str]):
+    """A running request: an iterator of text. `close()` ends it; `result` is set at its end."""
+
+    def __init__(
+        self,
+        steps: Generator[StepResult, None, None],
+        stopper: Stopper,
+        tally: Tally,
+        cancel: threading.Event | None,
+        ended: Callable[[int], None],
+    ):
+        self._steps, self._stopper, self._tally = steps, stopper, tally
+        self._cancel, self._ended = cancel, ended
+        self._result: Result | None = None
+
+    def __next__(self) -> str:
+        while self._result is None:
+            step = self.step()
+            piece = self._stopper.take()
+            if piece:
+                return piece
+            if step is None:
+                break
+        raise StopIteration
+
+    def step(self) -> StepResult | None:
+        """One step of the request; None once it has ended."""
+        if self._result is not None:
+            return None
+        if self._cancel is not None and self._cancel.is_set():
+            self.close()
+            return None
+        try:
+            result = next(self._steps)
+        except BaseException:
+            self._end("cancelled")
+            raise
+        self._tally.add(result)
+        if result.finish is not None:
+            next(self._steps, None)  # runs the generator to its end, which frees the caches
+            self._end(result.finish)
+        return result
+
+    def _end(self, reason: str) -> None:
+        stopper = self._stopper
+        if stopper.finish is None:
+            stopper.end(reason)
+        stats = self._tally.stats()
+        self._result = Result(stopper.text, tuple(stopper.tokens), stopper.finish or reason, stats)
+        self._ended(stats.steps)
+
+    def close(self) -> None:
+        """Ends the request now; what was generated is in `result`, with reason "cancelled"."""
+        if self._result is None:
+            self._steps.close()
+            self._end("cancelled")
+
+    @property
+    def result(self) -> Result:
+        if self._result is None:
+            raise UsageError("this call has not ended: iterate over it, or close it")
+        return self._result
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,333 @@
+"""The model drafter's cache follows the text exactly, and draft and target choose alike.
+
+A drafter with the target's own weights is right every time, unless its cache, its positions or its
+noise are off: acceptance below 100 % is a bug. After rejections its drafts must be what a fresh
+model would write.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import draftwise
+from conftest import CONTEXT, VOCABULARY, plain_ids, random_ids, shared_model, tiny_model
+from draftwise import Model, SamplingParams, UsageError
+from draftwise.core import Ask, Draft, Request
+from draftwise.drafters.model import PROMPT, ModelDrafter
+from draftwise.engines.transformers import TransformersEngine
+
+SAMPLING = {"greedy": {}, "sampled": {"temperature": 0.9, "seed": 5}}
+
+
+def drafter_of(model: PreTrainedModel, vocabulary: int = VOCABULARY) -> ModelDrafter:
+    return ModelDrafter(TransformersEngine(model), vocabulary)
+
+
+def request(prompt: Sequence[int], seq: int = 0, **params: Any) -> Request:
+    return Request(seq, tuple(prompt), SamplingParams(**params), seed=1)
+
+
+def drafted(drafter: ModelDrafter, depth: int, seq: int = 0) -> Draft:
+    (draft,) = drafter.propose([Ask(seq, "model", depth)], lambda of, features: True)
+    return draft
+
+
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("sampling", sorted(SAMPLING))
+def test_the_targets_own_weights_are_accepted_every_time(
+    chain_model: PreTrainedModel, sampling: str, length: int
+) -> None:
+    model = Model(chain_model, None, [chain_model])
+    options: dict[str, Any] = {"max_new_tokens": 205, **SAMPLING[sampling]}
+    result = model.generate(random_ids(10), policy=f"fixed:{length}", **options)
+    assert result.stats.acceptance == 1.0
+    assert result.stats.steps == 204 // (length + 1)
+    assert result.token_ids == model.generate(random_ids(10), policy="plain", **options).token_ids
+
+
+def test_the_targets_own_weights_are_accepted_under_every_processor(llama: PreTrainedModel) -> None:
+    model = Model(llama, None, [llama])
+    result = model.generate(
+        random_ids(10),
+        policy="fixed:4",
+        max_new_tokens=100,
+        temperature=0.7,
+        top_k=30,
+        top_p=0.95,
+        min_p=0.01,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        logit_bias={3: 2.0},
+        seed=8,
+    )
+    assert result.stats.acceptance == 1.0
+
+
+def test_under_rejection_the_targets_own_weights_are_accepted_every_time(
+    llama: PreTrainedModel,
+) -> None:
+    model = Model(llama, None, [llama], acceptance="rejection")
+    result = model.generate(
+        random_ids(10), policy="fixed:5", max_new_tokens=120, temperature=0.9, seed=5
+    )
+    assert result.stats.acceptance == 1.0
+
+
+@pytest.mark.parametrize("prompt", [1, 3, 20, PROMPT + 20])
+def test_drafts_after_rejections_are_those_of_a_fresh_model(
+    chain_model: PreTrainedModel, prompt: int
+) -> None:
+    drafter, dice = drafter_of(chain_model), random.Random(prompt)
+    text = random_ids(prompt, seed=prompt)
+    drafter.open(0, request(text))
+    for _ in range(10):
+        depth = dice.choice([1, 2, 4, 11])
+        draft = list(drafted(drafter, depth).tokens)
+        assert draft == plain_ids(chain_model, text, depth)
+        committed = [*draft[: dice.choice([0, 0, 1, 2, depth])], dice.randrange(VOCABULARY)]
+        for _ in range(dice.choice([0, 0, 1, 3])):  # steps at which it was not asked
+            committed.append(dice.randrange(VOCABULARY))
+        drafter.observe(0, committed)
+        text += committed
+
+
+@pytest.mark.parametrize("missed", [1, 2, 30, PROMPT - 1, PROMPT, PROMPT + 1, 3 * PROMPT])
+def test_it_catches_up_with_any_number_of_missed_tokens(
+    chain_model: PreTrainedModel, missed: int
+) -> None:
+    drafter, text = drafter_of(chain_model), random_ids(20, seed=2)
+    drafter.open(0, request(text))
+    assert drafter.stale(0) == 20
+    drafted(drafter, 6)
+    assert drafter.stale(0) == 1  # the last token is run again, for its logits
+    new = random_ids(missed, seed=missed)
+    drafter.observe(0, new[: missed // 2])
+    drafter.observe(0, new[missed // 2 :])
+    assert drafter.stale(0) in (missed, missed + 1)
+    text += new
+    assert list(drafted(drafter, 5).tokens) == plain_ids(chain_model, text, 5)
+
+
+def test_only_tokens_it_lacks_are_run(chain_model: PreTrainedModel) -> None:
+    drafter, rows = drafter_of(chain_model), list[int]()
+    drafter.open(0, request(random_ids(20)))
+
+    def watch(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        rows.append(kwargs["input_ids"].shape[1])
+
+    hook = chain_model.register_forward_pre_hook(watch, with_kwargs=True)
+    try:
+        draft = drafted(drafter, 6).tokens
+        assert rows == [20, 1, 1, 1, 1, 1]
+        # All accepted: the last drafted token was never run, nor was the bonus.
+        # Some rejected: the bonus alone. Two steps without being asked: what came meanwhile.
+        for committed, ran in ((6, 2), (2, 1), (0, 1), (6, 2), (1, 1)):
+            drafter.observe(0, [*draft[:committed], (draft[committed % 6] + 1) % VOCABULARY])
+            assert drafter.stale(0) == ran
+            rows.clear()
+            draft = drafted(drafter, 6).tokens
+            assert rows == [ran, 1, 1, 1, 1, 1]
+        drafter.observe(0, [draft[0], (draft[1] + 1) % VOCABULARY])
+        drafter.observe(0, [3, 4])
+        rows.clear()
+        drafted(drafter, 1)
+        assert rows == [3]
+    finally:
+        hook.remove()
+
+
+def test_its_cache_serves_the_next_turn(chain_model: PreTrainedModel) -> None:
+    target = shared_model("llama", 2)
+    model = Model(target, None, [chain_model])
+    prompt = random_ids(30, seed=7)
+    for _ in range(3):
+        options: dict[str, Any] = {"max_new_tokens": 16, "policy": "fixed:3"}
+        result = model.generate(prompt, reuse=True, **options)
+        fresh = Model(target, None, [chain_model]).generate(prompt, **options)
+        assert list(result.token_ids) == plain_ids(target, prompt, 16)
+        assert result.stats.verified == fresh.stats.verified
+        assert result.stats.accepted == fresh.stats.accepted
+        prompt = [*prompt, *result.token_ids, *random_ids(5, seed=len(prompt))]
+
+
+def padded(model: PreTrainedModel, size: int, scale: float) -> PreTrainedModel:
+    """The same model with its vocabulary padded to `size` by rows that are not zero."""
+    made = tiny_model(model.config.model_type, vocab_size=size)
+    weights = dict(model.state_dict())
+    for key, own in made.state_dict().items():
+        if own.shape != weights[key].shape:
+            own = own.clone() * scale
+            own[:VOCABULARY] = weights[key]
+            weights[key] = own
+    made.load_state_dict(weights)
+    return made
+
+
+@pytest.mark.parametrize("sampling", sorted(SAMPLING))
+def test_a_draft_model_padded_beyond_the_target_proposes_no_padding(
+    llama: PreTrainedModel, sampling: str
+) -> None:
+    draft = padded(llama, VOCABULARY + 30, 5.0)
+    text = random_ids(10)
+    assert any(t >= VOCABULARY for t in plain_ids(draft, text, 40))
+    model = Model(llama, None, [draft])
+    options: dict[str, Any] = {"max_new_tokens": 60, **SAMPLING[sampling]}
+    result = model.generate(text, policy="fixed:5", **options)
+    assert result.stats.acceptance == 1.0
+    assert result.token_ids == model.generate(text, policy="plain", **options).token_ids
+
+
+@pytest.mark.parametrize("sampling", sorted(SAMPLING))
+def test_a_target_padded_beyond_the_draft_model_keeps_its_text(
+    llama: PreTrainedModel, sampling: str
+) -> None:
+    target = padded(llama, VOCABULARY + 30, 2.0)
+    model = Model(target, None, [llama])
+    options: dict[str, Any] = {"max_new_tokens": 60, **SAMPLING[sampling]}
+    prompt = [VOCABULARY + 3, *random_ids(10), VOCABULARY + 29]
+    result = model.generate(prompt, policy="fixed:5", **options)
+    assert any(t >= VOCABULARY for t in result.token_ids)
+    assert result.token_ids == model.generate(prompt, policy="plain", **options).token_ids
+    if sampling == "greedy":
+        assert list(result.token_ids) == plain_ids(target, prompt, 60)
+
+
+@pytest.mark.parametrize("policy", ["fixed:5", "auto"])
+@pytest.mark.parametrize("prompt", [10, 47, 48, 49, 60])
+def test_a_full_draft_context_ends_drafting_and_not_the_text(
+    llama: PreTrainedModel, policy: str, prompt: int
+) -> None:
+    draft, most = tiny_model("llama", max_position_embeddings=48), 0
+
+    def watch(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal most
+        cache = kwargs.get("past_key_values", kwargs.get("cache"))
+        most = max(most, cache.get_seq_length() + kwargs["input_ids"].shape[1])
+
+    model = Model(llama, None, [draft])
+    draft.register_forward_pre_hook(watch, with_kwargs=True)
+    text = random_ids(prompt, seed=prompt)
+    result = model.generate(text, max_new_tokens=60, policy=policy)
+    assert list(result.token_ids) == plain_ids(llama, text, 60)
+    assert most <= 48
+    assert (result.stats.verified > 0) or prompt >= 47 or policy == "auto"
+    assert result.stats.plain_steps > 0
+
+
+def test_drafting_goes_up_to_the_last_position_of_the_draft_context() -> None:
+    draft = tiny_model("llama", max_position_embeddings=48)
+    drafter = drafter_of(draft)
+    drafter.open(0, request(random_ids(44)))
+    assert drafter.room(0) == 4
+    assert len(drafted(drafter, 20).tokens) == 4
+    drafter.observe(0, [1, 2, 3, 4, 5])
+    assert drafter.room(0) < 1
+    assert drafter.propose([Ask(0, "model", 5)], lambda of, features: True) == []
+
+
+class Counting:
+    """A processor with state: it bans the token that its own call count names."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.lengths.append(ids.shape[1])
+        scores = scores.clone()
+        scores[:, len(self.lengths) % VOCABULARY] = 1e4 if len(self.lengths) % 3 == 0 else -1e4
+        return scores
+
+
+@pytest.mark.parametrize("policy", ["plain", "fixed:5", "auto"])
+def test_a_users_processor_is_called_once_a_token_and_never_by_the_drafter(
+    llama: PreTrainedModel, policy: str
+) -> None:
+    counting, twin = Counting(), Counting()
+    result = draftwise.generate(
+        llama,
+        None,
+        [1, 2, 3],
+        drafters=[shared_model("llama", 0), "lookup"],
+        policy=policy,
+        logits_processor=[counting],
+        max_new_tokens=40,
+    )
+    assert counting.lengths == list(range(3, 43))
+    assert list(result.token_ids) == plain_ids(llama, [1, 2, 3], 40, logits_processor=[twin])
+
+
+@pytest.mark.parametrize("sampling", sorted(SAMPLING))
+@pytest.mark.parametrize("drafts", ["bfloat16 draft", "bfloat16 target"])
+def test_draft_and_target_may_differ_in_dtype(
+    llama: PreTrainedModel, drafts: str, sampling: str
+) -> None:
+    half = copy.deepcopy(llama).to(torch.bfloat16)
+    if drafts == "bfloat16 target":
+        # Rounding differs with the width in half precision, so only the machinery is checked.
+        result = Model(half, None, [llama]).generate([1, 2, 3], policy="fixed:5", max_new_tokens=60)
+        assert len(result.token_ids) == 60 and result.stats.accepted > 0
+        return
+    model = Model(llama, None, [half])
+    options: dict[str, Any] = {"max_new_tokens": 60, **SAMPLING[sampling]}
+    result = model.generate([1, 2, 3], policy="fixed:5", **options)
+    assert result.stats.accepted > 0
+    assert result.token_ids == model.generate([1, 2, 3], policy="plain", **options).token_ids
+
+
+@pytest.mark.parametrize("sampling", sorted(SAMPLING))
+def test_families_of_target_and_draft_may_differ(
+    chain_model: PreTrainedModel, llama: PreTrainedModel, sampling: str
+) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 60, **SAMPLING[sampling]}
+    model = Model(llama, None, [chain_model])
+    result = model.generate(random_ids(20), policy="fixed:4", **options)
+    assert result.token_ids == model.generate(random_ids(20), policy="plain", **options).token_ids
+
+
+def test_a_draft_stops_at_its_own_eos(llama: PreTrainedModel) -> None:
+    text = random_ids(10)
+    ids = plain_ids(llama, text, 6)
+    eos = ids[3]
+    drafter = drafter_of(llama)
+    drafter.open(0, Request(0, tuple(text), SamplingParams(), 1, eos=frozenset([eos])))
+    assert list(drafted(drafter, 6).tokens) == ids[: ids.index(eos) + 1]
+
+
+def test_confidence_is_reported_as_it_is(llama: PreTrainedModel) -> None:
+    text = random_ids(10)
+    with torch.inference_mode():
+        logits = llama(input_ids=torch.tensor([text])).logits[0, -1]
+    drafter = drafter_of(llama)
+    drafter.open(0, request(text))
+    best = float(logits.softmax(-1).max())
+    assert drafted(drafter, 1).features[0].prob == pytest.approx(best, rel=1e-4)
+
+
+def test_a_drafter_without_rollback_is_refused_in_one_line(
+    recurrent_model: PreTrainedModel,
+) -> None:
+    with pytest.raises(UsageError, match="rolled back"):
+        drafter_of(recurrent_model)
+
+
+def test_closing_leaves_no_cache_behind(llama: PreTrainedModel) -> None:
+    model = Model(llama, None, [shared_model("llama", 1)])
+    for _ in range(3):
+        model.generate([1, 2, 3], max_new_tokens=20, policy="fixed:3")
+    drafter = model.drafters["model"]
+    assert isinstance(drafter, ModelDrafter)
+    assert not drafter.engine._sequences and not drafter._sequences  # type: ignore[attr-defined]
+
+
+def test_the_draft_models_context_is_its_own() -> None:
+    drafter = drafter_of(shared_model("llama"))
+    drafter.open(0, request(random_ids(20)))
+    assert drafter.room(0) == CONTEXT - 20
