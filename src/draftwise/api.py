@@ -81,7 +81,9 @@ class Model:
             raise UsageError("two drafters have the same name")
         target = self._curve(self.engine, SWEEP_TARGET)
         serial = {
-            d.name: self._curve(d.engine, SWEEP_DRAFT) for d in made if isinstance(d, ModelDrafter)
+            d.name: self._curve(d.engine, SWEEP_DRAFT, d.ids)
+            for d in made
+            if isinstance(d, ModelDrafter)
         }
         self.costs = policies.Costs(target, serial, tuple(self.drafters))
         self._policy(policy)
@@ -110,14 +112,14 @@ class Model:
         made: Drafter = DRAFTERS[drafter]()
         return made
 
-    def _curve(self, engine: Engine, budget: float) -> CostCurve:
+    def _curve(self, engine: Engine, budget: float, ids: int = 0) -> CostCurve:
         curve = self._store.load(engine.name) if self._store else None
-        return curve or self._measured(engine, budget)
+        return curve or self._measured(engine, budget, ids)
 
-    def _measured(self, engine: Engine, budget: float) -> CostCurve:
+    def _measured(self, engine: Engine, budget: float, ids: int) -> CostCurve:
         points: list[Any] = []
         if engine.caps.rollback == "free":
-            sweep(engine, budget, lambda shape, seconds: points.append((shape, seconds)))
+            sweep(engine, budget, lambda s, seconds: points.append((s, seconds)), ids=ids)
         curve = CostCurve(points)
         if self._store and curve.measured:
             self._store.save(engine.name, curve)

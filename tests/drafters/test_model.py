@@ -331,3 +331,36 @@ def test_the_draft_models_context_is_its_own() -> None:
     drafter = drafter_of(shared_model("llama"))
     drafter.open(0, request(random_ids(20)))
     assert drafter.room(0) == CONTEXT - 20
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_only_common_ids_are_drafted_where_the_request_has_no_others(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, acceptance: str
+) -> None:
+    common = 120
+    monkeypatch.setattr("draftwise.drafters.model.COMMON", common)
+    drafter = drafter_of(llama)
+    for seq, prompt in enumerate([[t % common for t in random_ids(40)], random_ids(40)]):
+        params = SamplingParams(temperature=1.5)
+        drafter.open(seq, Request(seq, tuple(prompt), params, seed=1, acceptance=acceptance))
+        tokens = [t for _ in range(30) for t in _drafted_and_taken(drafter, seq)]
+        assert (max(tokens) < common) == (seq == 0)
+
+
+def _drafted_and_taken(drafter: ModelDrafter, seq: int) -> Sequence[int]:
+    draft = drafted(drafter, 3, seq)
+    drafter.observe(seq, draft.tokens)
+    return draft.tokens
+
+
+def test_leaving_rare_ids_out_leaves_the_text_as_it_is(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftwise.drafters.model.COMMON", 120)
+    prompt = [t % 120 for t in random_ids(20)]
+    model = Model(llama, None, [llama])
+    for options in SAMPLING.values():
+        result = model.generate(prompt, policy="fixed:3", max_new_tokens=60, **options)
+        plain = model.generate(prompt, policy="plain", max_new_tokens=60, **options)
+        assert result.token_ids == plain.token_ids
+        assert 0 < result.stats.accepted < result.stats.verified

@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from conftest import CONTEXT, VOCABULARY, WINDOW, plain_ids, random_ids, shared_model, tiny_model
 from draftwise import Model, UsageError
@@ -434,3 +440,26 @@ def test_bfloat16_rows_come_as_float32() -> None:
     _, rows = prefill(engine, 0, [1, 2, 3])
     assert rows.row(0).dtype == np.float32
     assert rows.argmax()[0] == int(rows.row(0).argmax())
+
+
+@pytest.mark.parametrize("scaling", [1.0, 8.0])
+def test_logits_of_the_first_ids_are_those_of_all(scaling: float) -> None:
+    config = GraniteConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        logits_scaling=scaling,
+    )
+    model = GraniteForCausalLM(config).eval()
+    engine, text = TransformersEngine(model), random_ids(12, seed=3)
+    expected = reference(model, text)
+    prefill(engine, 0, text[:8])
+    rows = engine.forward([Verify(0, tuple(text[8:]), ids=100)])[0]
+    # Where logits are more than the output layer's product, all of them are computed.
+    assert len(rows.row(0)) == (100 if scaling == 1.0 else VOCABULARY)
+    got = np.stack([rows.row(i)[:100] for i in range(4)])
+    np.testing.assert_allclose(got, expected[8:, :100], atol=TOLERANCE)

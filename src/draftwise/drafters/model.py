@@ -10,7 +10,8 @@ Rejection: it draws from its processed distribution with noise of its own and re
 numbers it drew with; the confidence shown is then q's largest entry, which does not depend on the
 token drawn, so that stopping cannot shift the text's distribution.
 
-Vocabularies padded to different sizes are cut to the smaller one. Cost: one forward of the draft
+Vocabularies padded to different sizes are cut to the smaller one, and large ones to their common
+ids, where the request's own text is in those. Cost: one forward of the draft
 model per token and one catch-up. Lossless because acceptance judges every token.
 """
 
@@ -37,6 +38,9 @@ from ..engines.base import Engine, PrefillChunk, Verify
 from ..sampling import DRAFT, Sampler, gumbel, key
 from . import Go
 
+# Byte-pair vocabularies are numbered by frequency, so that the first ids hold nearly all text: of
+# 152k, leaving the others out makes a 0.5B model's token 14 % cheaper (89 against 77 ms, 2 cores).
+COMMON = 65_536
 PROMPT = 64  # more missing tokens than this are prefilled apart, so that windows can be trimmed
 
 
@@ -49,6 +53,7 @@ class _Lagging:
         self.cached: list[int] = []  # tokens in the engine's cache, drafted ones included
         self.base = 0  # how many of them the engine has been told to keep
         self.opened = False
+        self.ids = 0
         # The user's own processors may carry state, so the drafter never calls them.
         eos = frozenset(t for t in request.eos if t < vocabulary)
         self.sampler = Sampler(request.params, request.seed, request.prompt, eos)
@@ -72,10 +77,15 @@ class ModelDrafter:
             raise UsageError(f"{name}: a draft model needs a cache that can be rolled back")
         self.name, self.engine = name, engine
         self._vocabulary = min(vocabulary, engine.caps.vocabulary)
+        self.ids = COMMON if self._vocabulary >= 1.5 * COMMON else 0
         self._sequences: dict[SeqId, _Lagging] = {}
 
     def open(self, seq: SeqId, request: Request) -> None:
-        self._sequences[seq] = _Lagging(request, self._vocabulary)
+        lagging = self._sequences[seq] = _Lagging(request, self._vocabulary)
+        if self.ids:
+            # The last hundredth are special tokens; text in other scripts needs the whole.
+            rare = sum(self.ids <= t < 0.99 * self._vocabulary for t in request.prompt)
+            lagging.ids = self.ids if rare <= 0.02 * len(request.prompt) else 0
 
     def observe(self, seq: SeqId, committed: Sequence[int]) -> None:
         self._sequences[seq].text.extend(committed)
@@ -134,7 +144,7 @@ class ModelDrafter:
         return self._run(seq, lagging, missing)
 
     def _run(self, seq: SeqId, lagging: _Lagging, tokens: Sequence[int]) -> FloatRow:
-        rows = self.engine.forward([Verify(seq, self._known(tokens))])[0]
+        rows = self.engine.forward([Verify(seq, self._known(tokens), ids=lagging.ids)])[0]
         lagging.cached.extend(tokens)
         return rows.row(len(tokens) - 1)[: self._vocabulary]
 

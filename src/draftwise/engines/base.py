@@ -46,12 +46,14 @@ class PrefillChunk:
 @dataclass(frozen=True)
 class Verify:
     """The anchor and the draft's nodes (`parents` as in Draft, shifted by one: 0 is the anchor);
-    rows from len(tokens) up to `width` are padding, and none of them is ever read."""
+    rows from len(tokens) up to `width` are padding, and none of them is ever read. `ids`: logits
+    of the first so many ids suffice (0: all); an engine that cannot leave some out ignores it."""
 
     seq: SeqId
     tokens: tuple[int, ...]
     parents: tuple[int, ...] = ()
     width: int = 0
+    ids: int = 0
 
 
 class Rows(Protocol):
@@ -98,9 +100,10 @@ def sweep(
     report: Callable[[Shape, float], None],
     widths: Sequence[int] = WIDTHS,
     contexts: Sequence[int] = (16, 1024),
+    ids: int = 0,
 ) -> None:
     """Times forwards of several shapes, most telling first, until `budget` seconds are used; the
-    first two widths at the short context are always timed.
+    first two widths at the short context are always timed. `ids`: as in Verify.
 
     The first pass over the short context touches each width twice where time allows, since the
     first forward of a shape also pays for kernels being chosen; the least of the times counts.
@@ -115,21 +118,23 @@ def sweep(
             continue
         try:
             cost = 0.0
-            _timed(engine, seq, 1)  # the very first forward pays for much that no later one does
+            _timed(
+                engine, seq, 1, ids
+            )  # the very first forward pays for much that no later one does
             for width in some:
                 if time.perf_counter() + 1.5 * cost > deadline and width not in widths[:2]:
                     break
-                first = _timed(engine, seq, width)
+                first = _timed(engine, seq, width, ids)
                 room = time.perf_counter() + first < deadline
-                cost = min(first, _timed(engine, seq, width)) if room else first
+                cost = min(first, _timed(engine, seq, width, ids)) if room else first
                 report(engine.shape([width], [held]), cost)
         finally:
             engine.close(seq)
 
 
-def _timed(engine: Engine, seq: SeqId, width: int) -> float:
+def _timed(engine: Engine, seq: SeqId, width: int, ids: int) -> float:
     start = time.perf_counter()
-    rows = engine.forward([Verify(seq, (0,) * width)])[0]
+    rows = engine.forward([Verify(seq, (0,) * width, ids=ids)])[0]
     rows.argmax()
     engine.commit(seq, ())
     return time.perf_counter() - start

@@ -17,6 +17,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,21 +179,43 @@ class TransformersEngine:
             sequence.cache.activate_past_recording()
             sequence.recording = True
         padding = max(work.width - n, 0)
-        logits = self._run(sequence, work.tokens + (0,) * padding, n + padding)
+        logits = self._run(sequence, work.tokens + (0,) * padding, n + padding, work.ids)
         return TensorRows(logits[:n], self.caps.vocabulary)
 
-    def _run(self, sequence: _Sequence, tokens: Sequence[int], rows: int) -> torch.Tensor:
-        """Appends `tokens` to the cache; logits [rows, V] of the last `rows` of them."""
+    def _run(
+        self, sequence: _Sequence, tokens: Sequence[int], rows: int, first: int = 0
+    ) -> torch.Tensor:
+        """Appends `tokens` to the cache; logits [rows, V] of the last `rows` of them, of the first
+        `first` ids if given."""
         with self._weights() as model:
             ids = torch.tensor([tokens], dtype=torch.long, device=model.device)
             options: dict[str, Any] = {self._cache_name: sequence.cache}
             if self._keeps_logits:
                 options["logits_to_keep"] = rows
-            out = model(input_ids=ids, use_cache=True, **options)
+            if first and self._partial:
+                options.pop("logits_to_keep", None)
+                states = model.base_model(input_ids=ids, use_cache=True, **options)[0]
+                head = model.get_output_embeddings()
+                bias = None if head.bias is None else head.bias[:first]
+                logits = torch.nn.functional.linear(states[0, -rows:], head.weight[:first], bias)
+            else:
+                logits = model(input_ids=ids, use_cache=True, **options).logits[0, -rows:]
         sequence.tokens.extend(tokens)
         sequence.pending += len(tokens)
-        logits: torch.Tensor = out.logits[0, -rows:]
         return logits
+
+    @cached_property
+    def _partial(self) -> bool:
+        """Whether logits are nothing but the output layer's product with the base model's states,
+        as this model shows on two tokens: some scale or cap them, or keep the layer quantised."""
+        with self._weights() as model:
+            head = model.get_output_embeddings()
+            if type(head) is not torch.nn.Linear or model.base_model is model:
+                return False
+            ids = torch.tensor([[0, 1]], dtype=torch.long, device=model.device)
+            states = model.base_model(input_ids=ids, use_cache=False)[0]
+            logits = model(input_ids=ids, use_cache=False).logits
+            return torch.allclose(head(states).float(), logits.float(), rtol=1e-3, atol=1e-3)
 
     def commit(self, seq: SeqId, path: Sequence[int]) -> None:
         sequence = self._sequences[seq]
