@@ -122,7 +122,7 @@ def test_a_tokenizer_without_a_chat_template_refuses_messages(model: Model) -> N
         ({"max_tokens": 5}, "did you mean 'max_new_tokens'"),
         ({"repetition_penality": 1.1}, "did you mean 'repetition_penalty'"),
         ({"xyzzy": 1}, "unknown option 'xyzzy'$"),
-        ({"temperature": -1.0}, "temperature must be at least 0"),
+        ({"temperature": -1.0}, "temperature must be between 0 and 1000"),
         ({"temperature": float("nan")}, "temperature"),
         ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1"),
         ({"max_new_tokens": 2.5}, "max_new_tokens"),

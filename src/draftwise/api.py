@@ -32,7 +32,7 @@ from .engines.base import Engine, sweep
 from .engines.transformers import TransformersEngine
 from .options import Sampling, sampling_params
 from .policy.cost import CostCurve, CostStore
-from .prompts import Prompt, encode
+from .prompts import Prompt, encode, special_ids
 from .result import Result, Tally
 from .sampling import new_seed
 from .stopping import Stopper
@@ -234,6 +234,7 @@ class Model:
         parts = Parts(self.engine, self.drafters, self._policy(policy or self.policy), self._turn)
         limit = self._limit(prompt, params.max_new_tokens)
         stops = frozenset() if params.ignore_eos else (self.eos if eos is None else eos)
+        endings = stops | special_ids(params.stop, tokenizer)
         request = Request(
             next(self._numbers),
             tuple(prompt),
@@ -246,7 +247,7 @@ class Model:
             tuple(processors),
             device,
         )
-        stopper = Stopper(tokenizer, prompt, limit, stops, params.stop, criteria, device)
+        stopper = Stopper(tokenizer, prompt, limit, endings, params.stop, criteria, device)
         tally = Tally(len(prompt), self.note)
         return Call(decode(parts, request, stopper), stopper, tally, cancel, self._ended)
 

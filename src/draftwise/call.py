@@ -29,6 +29,8 @@ class Call(Iterator[str]):
         self._steps, self._stopper, self._tally = steps, stopper, tally
         self._cancel, self._ended = cancel, ended
         self._result: Result | None = None
+        # Another thread may close the call while this one is in a step: the step then ends it.
+        self._running, self._closing = threading.RLock(), False
 
     def __next__(self) -> str:
         while self._result is None:
@@ -42,10 +44,17 @@ class Call(Iterator[str]):
 
     def step(self) -> StepResult | None:
         """One step of the request; None once it has ended."""
+        with self._running:
+            step = self._step()
+            if self._closing:
+                self._stop()
+            return step
+
+    def _step(self) -> StepResult | None:
         if self._result is not None:
             return None
-        if self._cancel is not None and self._cancel.is_set():
-            self.close()
+        if self._closing or (self._cancel is not None and self._cancel.is_set()):
+            self._stop()
             return None
         try:
             result = next(self._steps)
@@ -67,7 +76,16 @@ class Call(Iterator[str]):
         self._ended(stats.steps)
 
     def close(self) -> None:
-        """Ends the request now; what was generated is in `result`, with reason "cancelled"."""
+        """Ends the request, after the step that another thread may be in; what was generated until
+        then is in `result`, with reason "cancelled"."""
+        self._closing = True
+        if self._running.acquire(blocking=False):
+            try:
+                self._stop()
+            finally:
+                self._running.release()
+
+    def _stop(self) -> None:
         if self._result is None:
             self._steps.close()
             self._end("cancelled")

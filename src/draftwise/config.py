@@ -47,7 +47,7 @@ def _parsed(path: Path) -> dict[str, Any]:
     try:
         content = path.read_text(encoding="utf-8")
         data = json.loads(content) if path.suffix == ".json" else _toml(content)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
     if not isinstance(data, dict):
         raise UsageError(f"{path} must hold one object of options")

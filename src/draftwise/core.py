@@ -9,7 +9,7 @@ docs/design.md §1; imports run one way, and everything may import this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -160,18 +160,24 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
+        stop: Any = self.stop
+        if isinstance(stop, str):
+            stop = (stop,)
+        if not isinstance(stop, Iterable):
+            raise UsageError(f"stop must be a string or a list of strings, not {stop!r}")
+        object.__setattr__(self, "stop", tuple(stop))
         checks: list[tuple[str, Callable[[Any], bool], str]] = [
             ("max_new_tokens", lambda v: _whole(v) and v >= 1, "a whole number of at least 1"),
             ("min_new_tokens", lambda v: _whole(v) and v >= 0, "a whole number of at least 0"),
-            ("temperature", lambda v: _number(v) and v >= 0, "at least 0"),
+            ("temperature", lambda v: _number(v) and 0 <= v <= 1000, "between 0 and 1000"),
             ("top_k", lambda v: _whole(v) and v >= 0, "a whole number of at least 0 (0 is off)"),
             ("top_p", lambda v: _number(v) and 0 < v <= 1, "above 0 and at most 1"),
             ("min_p", lambda v: _number(v) and 0 <= v <= 1, "between 0 and 1"),
-            ("repetition_penalty", lambda v: _number(v) and v > 0, "above 0"),
-            ("presence_penalty", _number, "a finite number"),
-            ("frequency_penalty", _number, "a finite number"),
+            ("repetition_penalty", lambda v: _number(v) and 1e-3 <= v <= 1e3, "0.001 to 1000"),
+            ("presence_penalty", _modest, "between -1000 and 1000"),
+            ("frequency_penalty", _modest, "between -1000 and 1000"),
+            ("ignore_eos", lambda v: isinstance(v, bool), "True or False"),
+            ("logit_bias", lambda v: isinstance(v, Mapping), "a mapping of token ids to numbers"),
             ("seed", lambda v: v is None or _whole(v), "a whole number or None"),
             ("stop", lambda v: all(isinstance(s, str) and s for s in v), "non-empty strings"),
         ]
@@ -180,8 +186,9 @@ class SamplingParams:
             if not valid(value):
                 raise UsageError(f"{name} must be {need}, not {value!r}")
         for token, bias in self.logit_bias.items():
-            if not (_whole(token) and token >= 0 and _number(bias)):
-                raise UsageError(f"logit_bias maps token ids to numbers, not {token!r} to {bias!r}")
+            if not (_whole(token) and token >= 0 and _modest(bias)):
+                need = "logit_bias maps token ids to numbers between -1000 and 1000"
+                raise UsageError(f"{need}, not {token!r} to {bias!r}")
 
     @property
     def greedy(self) -> bool:
@@ -190,6 +197,11 @@ class SamplingParams:
 
 def _whole(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _modest(value: object) -> bool:
+    # What overflows in float32 would not forbid or force a token but make its score nonsense.
+    return _number(value) and -1000 <= value <= 1000  # type: ignore[operator]
 
 
 def _number(value: object) -> bool:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from .accept import RULES, NodeRows
 from .core import DEEPEST, Ask, Draft, Request, State, StepPlan, StepResult
 from .drafters import Drafter
-from .engines.base import Engine, PrefillChunk, Rows, Verify
+from .engines.base import PREFILL_CHUNK, Engine, PrefillChunk, Rows, Verify
 from .policy import Policy
 from .sampling import Sampler
 from .stopping import Stopper
@@ -41,13 +41,18 @@ class Parts:
 
 
 def decode(parts: Parts, request: Request, stopper: Stopper) -> Generator[StepResult, None, None]:
-    """Yields a result for the prefill's token and for every step after it. Closing the generator
-    ends the request between two steps; the other sequences are not affected."""
+    """Yields a result for every chunk of the prompt, the last with the first token, and for every
+    step after it. Closing the generator ends the request between two of them; other sequences are
+    not affected."""
     run = _Run(parts, request, stopper)
     finished = False
     try:
         with parts.turn:
-            result = run.prefill()
+            result = run.open()
+        while result.prefill and not result.committed:
+            yield result
+            with parts.turn:
+                result = run.prefill()
         yield result
         while result.finish is None:
             with parts.turn:
@@ -80,27 +85,33 @@ class _Run:
         self.generated: list[int] = []
         self.opened = False
         self.met = ExitStack()  # closes the policy and the drafters that were opened
-        self.unpaid = 0.0
+        self.unpaid, self.reused = 0.0, 0
+        self.unread: tuple[int, ...] = ()
+
+    def open(self) -> StepResult:
+        start = time.perf_counter()
+        self.opened = True
+        self.reused = self.engine.open(self.seq, self.request.prompt)
+        self.unread = self.request.prompt[self.reused :]
+        opening = time.perf_counter() - start
+        result = self.prefill()
+        return replace(result, verify_seconds=result.verify_seconds + opening)
 
     def prefill(self) -> StepResult:
         start = time.perf_counter()
-        request = self.request
-        self.opened = True
-        reused = self.engine.open(self.seq, request.prompt)
-        rows = self.engine.forward([PrefillChunk(self.seq, request.prompt[reused:])])[0]
-        plan = StepPlan(self.seq, None, 1)
-        committed, _, finish = self._accept(None, rows)
-        seconds = time.perf_counter() - start
+        chunk, self.unread = self.unread[:PREFILL_CHUNK], self.unread[PREFILL_CHUNK:]
+        rows = self.engine.forward([PrefillChunk(self.seq, chunk)])[0]
+        committed, _, finish = ((), [], None) if self.unread else self._accept(None, rows)
         return StepResult(
             self.seq,
-            plan,
+            StepPlan(self.seq, None, 1),
             0,
             committed,
             0,
-            verify_seconds=seconds,
+            verify_seconds=time.perf_counter() - start,
             finish=finish,
             prefill=True,
-            reused=reused,
+            reused=self.reused,
         )
 
     def step(self) -> StepResult:

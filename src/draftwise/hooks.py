@@ -46,7 +46,7 @@ KNOWN = (
     "position_ids",
     "use_cache",
 )
-_wrapped: weakref.WeakKeyDictionary[Any, Model] = weakref.WeakKeyDictionary()
+_wrapped: weakref.WeakKeyDictionary[Any, tuple[Model, Any]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -56,11 +56,19 @@ def _wrap(model: PreTrainedModel) -> Model:
     from .unpack import cache_dir
 
     with _lock:
-        if model not in _wrapped:
-            _wrapped[model] = Model(
-                model, None, DEFAULT_DRAFTERS, costs=cache_dir() / "costs", borrowed=True
-            )
-        return _wrapped[model]
+        found, facts = _wrapped.get(model, (None, ()))
+        if found is None or facts != _facts(model):
+            costs = cache_dir() / "costs"
+            found = Model(model, None, DEFAULT_DRAFTERS, costs=costs, borrowed=True)
+            _wrapped[model] = found, _facts(model)
+        return found
+
+
+def _facts(model: PreTrainedModel) -> tuple[Any, ...]:
+    """What a Model remembers of it: a model with resized embeddings, say, is wrapped anew."""
+    text = model.config.get_text_config(decoder=True)
+    limits = (text.vocab_size, getattr(text, "max_position_embeddings", None))
+    return (*limits, model.dtype, model.device)
 
 
 def generate(

@@ -19,6 +19,7 @@ import torch
 
 HALF = "\ufffd"  # what an unfinished UTF-8 sequence decodes to
 PATIENCE = 8  # so many of them in a row are broken bytes, not a character that is unfinished
+INVISIBLE = 64  # special tokens in a row that a piece is read together with
 
 
 class Decoder(Protocol):
@@ -79,12 +80,14 @@ class Stopper:
             # The tokens to come may mend what is not whole; of a long row, the last one only.
             sure = read.rstrip(HALF)
             read = sure if len(read) - len(sure) < PATIENCE else read[:-1]
-        if len(read) > self._read:
+        grown = len(read) > self._read
+        if grown:
             self.text += read[self._read :]
             self._read = len(read)
-            if whole:
-                self._from, self._whole = self._whole, len(self.tokens)
-                self._read = len(self._decode(self.tokens[self._from :]))
+        # The next piece is read after a visible one, but not after thousands of invisible ones.
+        if whole and (grown or len(self.tokens) - self._from > INVISIBLE):
+            self._from, self._whole = self._whole, len(self.tokens)
+            self._read = len(self._decode(self.tokens[self._from :]))
         return start
 
     def _decode(self, tokens: list[int]) -> str:

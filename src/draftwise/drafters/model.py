@@ -118,7 +118,7 @@ class ModelDrafter:
         features: list[Features] = []
         q: list[Q] = []
         while True:
-            token, feature, mass = self._choose(lagging, row, [*generated, *tokens])
+            token, feature, mass = self._choose(lagging, row, generated, tokens)
             tokens.append(token)
             features.append(feature)
             q.append(mass)
@@ -155,9 +155,10 @@ class ModelDrafter:
         return tuple(t if t < size else 0 for t in tokens)
 
     def _choose(
-        self, lagging: _Lagging, row: FloatRow, generated: list[int]
+        self, lagging: _Lagging, row: FloatRow, generated: list[int], drafted: list[int]
     ) -> tuple[int, Features, Q]:
-        sampler = lagging.sampler
+        sampler, start = lagging.sampler, len(generated)
+        generated = [*generated, *drafted]
         if lagging.request.params.greedy:
             _, scores = sampler.support(row, generated)
             best = int(scores.argmax())
@@ -167,6 +168,8 @@ class ModelDrafter:
             return token, Features(margin=lead), POINT
         probs = sampler.probabilities(row, generated)
         ids = np.flatnonzero(probs)
-        noise = gumbel(key(sampler.seed, len(generated), DRAFT), ids)
+        # Keyed by where the draft began, too: an index drafted again after a rejection must get new
+        # noise, or a policy that remembers the last draft's length would know of the draw.
+        noise = gumbel(key(sampler.seed, len(generated), DRAFT, choice=start), ids)
         token = int(ids[int((np.log(probs[ids]) + noise).argmax())])
         return token, Features(prob=float(probs.max())), Dense(probs)

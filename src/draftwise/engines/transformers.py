@@ -23,14 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core import FloatRow, SeqId, UsageError
-from .base import Caps, PrefillChunk, Rows, Shape, Verify
+from .base import PREFILL_CHUNK, Caps, PrefillChunk, Rows, Shape, Verify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# One forward over a very long prompt would hold attention scores of its whole length; chunks bound
-# that, and let a cancelled request stop within one.
-PREFILL_CHUNK = 2048
 
 
 class TensorRows:

@@ -54,7 +54,7 @@ REGISTRY: dict[str, Callable[[str, Costs], Policy]] = _registry()
 
 def check(spec: str) -> None:
     """Raises UsageError if no policy has this name; cheap, so that it can come before loading."""
-    if spec.partition(":")[0] not in REGISTRY:
+    if not isinstance(spec, str) or spec.partition(":")[0] not in REGISTRY:
         raise UsageError(f"unknown policy {spec!r}: choose among {', '.join(REGISTRY)}")
 
 

@@ -92,11 +92,12 @@ class CostCurve:
         best = int(prices.argmin())
         return int(wider[best]) if prices[best] < 0.97 * self.seconds(width, context) else width
 
-    def learn(self, shape: Shape, seconds: float) -> None:
-        """Corrects the curve by one real step: the level by all steps, a width by its own."""
+    def learn(self, shape: Shape, seconds: float, least: float = 0.0) -> None:
+        """Corrects the curve by one real step: the level by all steps, a width by its own, which
+        moves by at least the share `least` of what it was off."""
         self.scale(seconds, self.seconds(shape.width, shape.context))
         own = math.log(seconds / self.seconds(shape.width, shape.context))
-        self._move(shape.width, min(max(own, -0.5), 0.5))
+        self._move(shape.width, min(max(own, -1.0), 1.0), least)
 
     def scale(self, seconds: float, expected: float) -> None:
         """Corrects the level alone, by work that may have been several forwards."""
@@ -104,7 +105,7 @@ class CostCurve:
             ratio = min(max(seconds / expected, 1 / LARGEST), LARGEST)
             self.drift *= ratio**DRIFT_RATE
 
-    def _move(self, width: int, own: float) -> None:
+    def _move(self, width: int, own: float, least: float) -> None:
         widths = self._widths
         if width > widths[-1]:
             price = self.seconds(width, self._context) / self.drift
@@ -119,8 +120,8 @@ class CostCurve:
         for at, share in near:
             # The first steps at a width tell more than later ones: the sweep saw it twice at most.
             # What is far off was measured on a machine that has changed since: mend it sooner.
-            steady = BASE_RATE * (1.0 + 10.0 * abs(own))
-            rate = max(steady, 0.15 / (1.0 + self._seen[at])) * share
+            steady = BASE_RATE * (1.0 + 10.0 * min(abs(own), 0.5))
+            rate = max(steady, 0.15 / (1.0 + self._seen[at]), least) * share
             self._base[at] *= math.exp(rate * own)
             self._seen[at] += share
 

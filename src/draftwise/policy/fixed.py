@@ -48,7 +48,7 @@ class Fixed(Plain):
     @classmethod
     def make(cls, argument: str, costs: Costs) -> Fixed:
         length, _, drafter = argument.partition(":")
-        if not length.isdecimal() or int(length) < 1:
+        if not length.isdecimal() or len(length) > 4 or int(length) < 1:
             raise UsageError(f"policy fixed needs a draft length, as in fixed:5, not {argument!r}")
         drafter = drafter or next(iter(costs.serial), next(iter(costs.drafters), ""))
         if drafter not in costs.drafters:

@@ -34,7 +34,10 @@ from .guard import Guard
 HALF_LIFE = 50.0
 SERIAL_DEEPEST = 16
 PROBE_SHARE = 0.01
-RETIME = 256  # steps after which a plain one is taken, so that T(1) stays measured
+# Steps without a plain one after which one is taken: all is compared with T(1), so it must not be
+# wrong for long. The gap doubles from 2 to RETIME, and is 2 again when the level moved.
+RETIME = 256
+RETIME_RATE = 0.4  # how much of the error such a step removes
 
 
 @dataclass
@@ -60,7 +63,7 @@ class Auto:
         self.yields = Yields()
         self.overhead = 0.0
         self._speeds: dict[SeqId, _Speed] = {}
-        self._since_plain = 0
+        self._since_plain, self._gap, self._level = 0, 2, costs.target.drift
         self._probe_credit = 0.0
 
     @classmethod
@@ -167,7 +170,7 @@ class Auto:
         if drawn is not None:
             # Dropping a node by what was drawn after it would shift the text's distribution.
             return StepPlan(state.seq, drawn, 1 + len(drawn.tokens))
-        if self._since_plain >= RETIME:
+        if self._since_plain >= self._gap:
             return empty
         best, head = 1.0 - rho * speed.row[1], None
         for draft in drafts:
@@ -201,7 +204,8 @@ class Auto:
     def _learn(self, r: StepResult) -> None:
         curve, speed, width = self.costs.target, self._speeds[r.seq], r.plan.width
         plain = curve.seconds(1, r.context) + self.overhead
-        curve.learn(Shape(width, r.context), r.verify_seconds)
+        rare = width == 1 and self._since_plain >= 2
+        curve.learn(Shape(width, r.context), r.verify_seconds, RETIME_RATE if rare else 0.0)
         self.overhead += 0.1 * (min(r.rest_seconds, 4 * self.overhead + 1e-3) - self.overhead)
         if r.asked is not None:
             own = next((len(d.tokens) for d in r.drafted if d.drafter == r.asked), 1)
@@ -217,5 +221,12 @@ class Auto:
         speed.seconds = decay * speed.seconds + r.seconds
         speculated = width > 1 or r.asked is not None
         self.guard.learn(r.seconds, plain * len(r.committed) if speculated else r.seconds)
-        self._since_plain = self._since_plain + 1 if width > 1 else 0
+        if width > 1:
+            self._since_plain += 1
+        else:
+            moved = not 0.8 < curve.drift / self._level < 1.25
+            if self._since_plain >= self._gap or moved:
+                self._gap = 2 if moved else min(2 * self._gap, RETIME)
+                self._level = curve.drift
+            self._since_plain = 0
         self._probe_credit = min(self._probe_credit + PROBE_SHARE * r.seconds, 5.0)
