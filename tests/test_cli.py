@@ -6,6 +6,7 @@ where only a real process shows the behaviour.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -492,3 +493,22 @@ def test_default_model(smollm2_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr == ""
     assert json.loads(ran.stdout)["text"].strip()
+
+
+def test_on_a_terminal_the_text_is_not_touched_by_the_spinner(tiny: str, cache: str) -> None:
+    import pty
+
+    asked = ["generate", "hello", "--target", tiny, "--max-new-tokens", "12", "--seed", "1"]
+    command = [sys.executable, "-m", "draftwise.cli", *asked]
+    env = os.environ | {"DRAFTWISE_CACHE": cache, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
+    piped = subprocess.run(command, capture_output=True, env=env, check=True).stdout
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal is gone when the process has ended
+        while block := os.read(ours, 65536):
+            shown += block
+    assert process.wait() == 0
+    text = piped.rstrip(b"\n").replace(b"\n", b"\r\n")
+    assert text and text in shown

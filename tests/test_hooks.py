@@ -419,3 +419,21 @@ def test_the_limits_of_the_hook_are_as_documented(
     assert [shape for shape, *_ in streamer.calls] == [(1, len(PROMPT))]
     with pytest.raises(ValueError, match="tokenizer"):
         hooked(llama, stop_strings=["x"], tokenizer=byte_tokenizer)
+
+
+def test_what_the_user_changes_in_the_model_counts_from_the_next_call() -> None:
+    model = tiny_model("llama", seed=3)
+    first = draftwise.generate(model, None, PROMPT, max_new_tokens=20).token_ids
+    model.generation_config.eos_token_id = first[4]
+    again = draftwise.generate(model, None, PROMPT, max_new_tokens=20)
+    assert again.token_ids == first[: first.index(first[4]) + 1]
+    assert again.finish_reason == "stop"
+    model.generation_config.eos_token_id = None
+    model.resize_token_embeddings(VOCABULARY + 10)
+    ids = [*PROMPT, VOCABULARY + 9]
+    assert len(draftwise.generate(model, None, ids, max_new_tokens=5).token_ids) == 5
+
+
+def test_a_wrong_model_is_told_from_a_right_one(llama: PreTrainedModel) -> None:
+    with pytest.raises(UsageError, match="takes a transformers model"):
+        draftwise.generate(draftwise.Model(llama, None), None, PROMPT)  # type: ignore[arg-type]

@@ -358,3 +358,21 @@ def test_a_stop_string_cuts_inside_blocks_and_in_the_bonus_token(length: int, st
     at = whole.find(string)
     assert stop.text == (whole[:at] if at >= 0 else whole)
     assert tokens == (TEXT[: at + len(string)] if at >= 0 else TEXT)
+
+
+def test_a_long_row_of_invisible_tokens_is_read_in_pieces() -> None:
+    class Counting:
+        """Decodes nothing but counts what it is given."""
+
+        read = 0
+
+        def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+            self.read += len(token_ids)
+            return "".join("x" for t in token_ids if t)
+
+    counting = Counting()
+    stopper = Stopper(counting, [], 10_000)
+    for token in [1, *[0] * 3000, 1]:
+        stopper.push(token)
+    assert stopper.text == "xx"
+    assert counting.read < 3000 * 2 * 70

@@ -7,10 +7,11 @@ asking, so nothing is decided, or shown to a stateful processor, that is not com
 
 coupled    next = Sampler.token(row, history), a function of history, logits and seed alone; a
            child is accepted iff it equals it. Plain decoding is the same walk over an empty tree,
-           hence the same text, greedy or sampled (2408.07978).
+           hence the same text, greedy or sampled (arXiv 2408.07978).
 rejection  children in order: accept x with probability min(1, p(x)/q(x)), else p becomes
            norm(max(p - q, 0)); the bonus is drawn from what p is then. The text has the target's
-           distribution (2211.17192, 2302.01318), but is not what the seed gives in plain decoding.
+           distribution, but is not what the seed gives in plain decoding (arXiv 2211.17192,
+           2302.01318).
            A point mass has q(x) = 1: accept with p(x), then strike x out of p.
 
 Cost: one row of logits for every committed token.

@@ -68,7 +68,7 @@ class Model:
             raise UsageError(f"unknown acceptance {acceptance!r}: choose among {', '.join(RULES)}")
         self.tokenizer, self.acceptance, self.policy = tokenizer, acceptance, policy
         self.engine = TransformersEngine(model, borrowed=borrowed)
-        self.eos = _eos(model)
+        self.eos = eos_ids(model)
         self._store = CostStore(costs) if costs is not None else None
         self._numbers = itertools.count()
         self._turn = Turn()
@@ -227,6 +227,8 @@ class Model:
         `device`. `eos` and `tokenizer` replace the model's."""
         tokenizer = tokenizer or self.tokenizer
         acceptance = acceptance or self.acceptance
+        if cancel is not None and not isinstance(cancel, threading.Event):
+            raise UsageError(f"cancel takes a threading.Event, not {cancel!r}")
         if acceptance not in RULES:
             raise UsageError(f"unknown acceptance {acceptance!r}: choose among {', '.join(RULES)}")
         if params.stop and tokenizer is None:
@@ -299,6 +301,10 @@ class Model:
                     drafter.engine.free()
             self.engine.free()
 
+    def __repr__(self) -> str:
+        drafters = ", ".join(self.drafters) or "none"
+        return f"<draftwise.Model {self.engine.name}, drafters {drafters}, policy {self.policy}>"
+
     def __enter__(self) -> Model:
         return self
 
@@ -306,7 +312,7 @@ class Model:
         self.close()
 
 
-def _eos(model: PreTrainedModel) -> frozenset[int]:
+def eos_ids(model: PreTrainedModel) -> frozenset[int]:
     """The ids that end a text, as transformers finds them; none if none is defined."""
     for config in (model.generation_config, model.config):
         ids = getattr(config, "eos_token_id", None)
@@ -326,12 +332,19 @@ def load(
     device: torch.device | str | None = None,
     progress: bool = True,
 ) -> Model:
-    """Loads a target with its drafters.
+    """Loads a target with its drafters; see Model.generate, stream and astream for what it can do.
 
     `target`: a Hugging Face id, a local folder, a `.gguf` file, or None for the embedded SmolLM2.
     `drafters`: "lookup", "suffix" and names of draft models (at most one) with the target's
-    tokenizer; an empty sequence decodes plainly. `policy`: "auto", "plain", "fixed:K".
-    Measures the cost curve (at most 5 s) unless it is stored from an earlier run.
+    tokenizer; an empty sequence decodes plainly. `policy`: "auto", "plain" or "fixed:K".
+    `acceptance`: "coupled" (a seed gives the same text as plain decoding) or "rejection" (the same
+    distribution, more accepted when sampling). `dtype`: "float32", "bfloat16", "float16" or None
+    for the checkpoint's own; `device`: "cpu", "cuda", "cuda:1" or None for a GPU if there is one.
+    `progress`: show what takes long on stderr. Measures the cost curve (about 4 s) unless it is
+    stored from an earlier run. Raises UsageError for what the caller can mend.
+
+        with draftwise.load("Qwen/Qwen3-8B", ["lookup", "suffix", "Qwen/Qwen3-0.6B"]) as model:
+            print(model.generate("Once upon a time", temperature=0.8, seed=7, stop=["\\n\\n"]))
     """
     from .models import load_model
     from .unpack import cache_dir

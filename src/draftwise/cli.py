@@ -61,7 +61,8 @@ PolicyName = Annotated[str, _option("auto, plain or fixed:K.", "auto", "NAME", _
 Acceptance = Annotated[str, _option("coupled or rejection.", "coupled", "RULE", _MODEL)]
 Dtype = Annotated[str | None, _option(_DTYPE, "the checkpoint's", "DTYPE", _MODEL)]
 Device = Annotated[str | None, _option(_DEVICE, "cuda if present", "DEVICE", _MODEL)]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.", rich_help_panel=_MODEL)]
+_THREADS = typer.Option(min=1, max=1024, help="CPU threads.", rich_help_panel=_MODEL)
+Threads = Annotated[int | None, _THREADS]
 _CONFIG = "TOML or JSON file of options by name; the command line wins over it."
 _ReadFile = typer.Option(
     metavar="FILE", exists=True, dir_okay=False, is_eager=True, callback=read_config, help=_CONFIG
@@ -97,7 +98,7 @@ PerCategory = Annotated[int, typer.Option(min=1, help="Prompts of each category.
 _AMONG = f"{','.join(METHODS)}, and hf-assisted with a draft model"
 Methods = Annotated[str | None, _option("Comma-separated.", _AMONG, "NAMES", "Options")]
 Warmth = Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy.")]
-FirstSeed = Annotated[int, typer.Option("--seed", help="Seed of the first prompt.")]
+FirstSeed = Annotated[int, typer.Option("--seed", help="Seed of every prompt.")]
 Fresh = Annotated[bool, typer.Option("--fresh/--resume", help="Begin anew, or go on from OUT.")]
 
 
@@ -393,6 +394,9 @@ def _converse(
             return
         if message == "/reset":
             messages = list(opening)
+            show.say("conversation forgotten")
+        elif message == "/help":
+            show.say(COMMANDS)
         elif message == "/stats":
             show.say(show.figures(last.stats) if last else "no answer yet")
         elif message.startswith("/") and message[1:].isalpha():
@@ -444,6 +448,8 @@ def main(args: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if sys.stdout is None:  # closed by the caller, who then wants no output
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal has every character
     try:

@@ -105,7 +105,13 @@ class Draft:
         )
 
     def children(self, node: int) -> Sequence[int]:
+        if self.is_chain:
+            return (node + 1,) if node + 1 < len(self.tokens) else ()
         return self._children.get(node, ())
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
 
     @cached_property
     def _children(self) -> dict[int, list[int]]:
@@ -169,7 +175,7 @@ class SamplingParams:
         checks: list[tuple[str, Callable[[Any], bool], str]] = [
             ("max_new_tokens", lambda v: _whole(v) and v >= 1, "a whole number of at least 1"),
             ("min_new_tokens", lambda v: _whole(v) and v >= 0, "a whole number of at least 0"),
-            ("temperature", lambda v: _number(v) and 0 <= v <= 1000, "between 0 and 1000"),
+            ("temperature", lambda v: _number(v) and 0 <= v <= 1000, "a number between 0 and 1000"),
             ("top_k", lambda v: _whole(v) and v >= 0, "a whole number of at least 0 (0 is off)"),
             ("top_p", lambda v: _number(v) and 0 < v <= 1, "above 0 and at most 1"),
             ("min_p", lambda v: _number(v) and 0 <= v <= 1, "between 0 and 1"),

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import Unpack
 
-from .api import DEFAULT_DRAFTERS, Model
+from .api import DEFAULT_DRAFTERS, Model, eos_ids
 from .core import SamplingParams, UsageError
 from .options import Sampling, sampling_params
 from .prompts import Prompt
@@ -91,6 +91,11 @@ def generate(
     prompt ids, then new ids as they are committed, then `end()`.
     """
     params = sampling_params(sampling)
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f"draftwise.generate takes a transformers model, then its tokenizer, not a "
+            f"{type(model).__name__} (a draftwise.Model has its own generate)"
+        )
     if tuple(drafters) == DEFAULT_DRAFTERS:
         wrapped = _wrap(model)
     else:
@@ -103,6 +108,7 @@ def generate(
         acceptance=acceptance,
         processors=logits_processor,
         criteria=stopping_criteria,
+        eos=eos_ids(model),
         tokenizer=tokenizer,
     )
     if streamer is not None:
@@ -161,7 +167,6 @@ def _refuse(config: Any, ids: torch.Tensor, synced: bool, kwargs: dict[str, Any]
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     others = [n for n, value in kwargs.items() if n not in KNOWN and value is not None]
     refused = {
-        "a batch of prompts (call it once for each)": ids.shape[0] != 1,
         "num_beams above 1": (config.num_beams or 1) > 1,
         "num_return_sequences above 1": (config.num_return_sequences or 1) > 1,
         "output_scores, output_logits, output_attentions and output_hidden_states": any(
@@ -178,6 +183,7 @@ def _refuse(config: Any, ids: torch.Tensor, synced: bool, kwargs: dict[str, Any]
             config.prompt_lookup_num_tokens
         ),
         "synced_gpus": bool(synced),
+        "a batch of prompts (call it once for each)": ids.shape[0] != 1,
     }
     for what, present in refused.items():
         if present:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def load_model(
     as_dtype, on_device = _dtype(dtype), _device(device)
     source, local = _locate(name_or_path, progress)
     name = str(DEFAULT if name_or_path is None else name_or_path)
-    with one_line(f"cannot load {name}"), quiet(bars=progress and sys.stderr.isatty()):
+    with one_line(f"cannot load {name}"), quiet(bars=False):
         config = AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False)
         _check_causal(config, name)
         tokenizer = AutoTokenizer.from_pretrained(
@@ -131,7 +130,8 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
     found: object = dtype
     if isinstance(dtype, str):
         found = DTYPES.get(dtype) or getattr(torch, dtype.removeprefix("torch."), dtype)
-    if isinstance(found, torch.dtype) and found.is_floating_point:
+    if found in DTYPES.values():
+        assert isinstance(found, torch.dtype)
         return found
     raise UsageError(f"unknown dtype {dtype}: try float32, bfloat16 or float16")
 
@@ -144,6 +144,8 @@ def _device(device: torch.device | str | None) -> torch.device:
     except RuntimeError as error:
         raise UsageError(f"unknown device {device}: try cpu or cuda") from error
     try:
+        if found.type == "meta":
+            raise RuntimeError("it holds no numbers")
         return torch.zeros(1, device=found).device
     # A missing device raises RuntimeError, AssertionError or NotImplementedError, by backend.
     except Exception as error:

@@ -13,6 +13,13 @@ from typing import Any, TypedDict
 
 from .core import SamplingParams, UsageError
 
+ELSEWHERE = {
+    "do_sample": ": a temperature above 0 samples",
+    "max_length": ": max_new_tokens counts new tokens only",
+    "num_beams": ": beam search is not supported",
+    "num_return_sequences": ": call it once for each text, with a seed of its own",
+}
+
 
 class Sampling(TypedDict, total=False):
     """The names of SamplingParams, for type checkers."""
@@ -38,7 +45,6 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     for name in options:
         if name not in known:
             near = get_close_matches(name, known, 1)
-            raise UsageError(
-                f"unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else "")
-            )
+            hint = f": did you mean {near[0]!r}?" if near else ELSEWHERE.get(name, "")
+            raise UsageError(f"unknown option {name!r}{hint}")
     return SamplingParams(**{k: v for k, v in options.items() if v is not None or k == "seed"})

@@ -31,6 +31,8 @@ def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[in
             raise UsageError("the prompt is empty")
         return _ids(prompt, _needed(tokenizer), add_special_tokens=True)
     items: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(items, Sequence) and len(items) == 1 and isinstance(items[0], list):
+        items = items[0]  # a batch of one, as tokenizers return it
     if not isinstance(items, Sequence) or isinstance(items, (bytes, bytearray)):
         raise UsageError(f"{FORMS}, not {type(prompt).__name__}")
     if items and all(isinstance(m, Mapping) for m in items):

@@ -6,7 +6,7 @@
 generated before, and g standard Gumbel noise from a counter-based generator, so that the sum's
 argmax is a draw from softmax(logits' / T) (Gumbel-max). T = 0 drops both the division and g.
 Because the token depends on nothing but history, logits and seed, a draft node is right if and
-only if it equals this token, and the text cannot depend on what was drafted (2408.07978).
+only if it equals this token, and the text cannot depend on what was drafted (arXiv 2408.07978).
 
 Noise: splitmix64 of (key + id), 53 bits kept, since float32 uniforms cap the tail at 17 nats.
 Cost: one integer hash per token of the support; logarithms only where the noise could still win

@@ -43,6 +43,11 @@ REDRAW = 0.15  # seconds between two redraws of a text that grows
 PROFILE = 10.0  # seconds that measuring a cost curve may take; loading a model spends fewer
 TEACHER = -2  # the sequence of the teacher-forced check; -1 is the sweep's
 WARM_UP = "Name three colours."
+INTRODUCTION = (
+    "The same model answers four prompts twice: `plain` writes one token a step, `auto` lets "
+    "drafters guess ahead and checks the guesses, as many as pay. Both must write the same text. "
+    "(The embedded model is tiny: judge the speed, not the content.)"
+)
 PROMPTS = (
     ("question", "Why does bread rise when it is baked? Answer in three sentences."),
     (
@@ -100,15 +105,19 @@ def waiting(what: str) -> Iterator[None]:
 
 def stream(call: Call, silent: bool = False) -> Result:
     """Writes a text to stdout as it is committed; `silent` only runs it to its end."""
-    seen = sys.stdout.isatty() and not silent
-    with waiting("Reading the prompt" if seen else "Generating"):
-        for piece in call:
-            _write("" if silent else piece)
-            if seen:
-                break  # from here on, the growing text shows that something happens
+    if silent:
+        with waiting("Generating"):
+            for _ in call:
+                pass
+        return call.result
+    # The spinner would rewrite what is printed beside it, so it ends before the text begins; from
+    # then on the growing text shows that something happens.
+    with waiting("Reading the prompt"):
+        first = next(call, "")
+    _write(first)
     for piece in call:
         _write(piece)
-    _write("" if silent else "\n")
+    _write("\n")
     return call.result
 
 
@@ -145,7 +154,7 @@ def figures(stats: Stats) -> str:
 def served(stats: Stats) -> str:
     """Which drafters served, and how many of their verified tokens were accepted."""
     counts = [
-        f"{name} {c['accepted']}/{c['verified']} in {c['steps']} step{'s' * (c['steps'] != 1)}"
+        f"{name} had {c['accepted']} of {c['verified']} drafted tokens accepted"
         for name, c in sorted(stats.by_drafter.items(), key=lambda item: -item[1]["accepted"])
     ]
     return ", ".join(counts) or "no drafts"
@@ -272,6 +281,7 @@ class Demo:
         return self.sides["plain"].encode([{"role": "user", "content": text}] if chat else text)
 
     def run(self) -> list[Pair]:
+        self.console.print(Text(INTRODUCTION))
         warm_up = SamplingParams(max_new_tokens=min(16, self.params.max_new_tokens))
         for side in self.sides.values():
             with side.start(self.encode(WARM_UP), warm_up) as call:
@@ -300,11 +310,22 @@ class Demo:
                             drawn = time.monotonic()
                 results[name] = call.result
         self.console.print(_columns(texts))
-        plain, auto = results["plain"], results["auto"]
+        plain, auto = self.unstalled(ids, results["plain"], results["auto"]), results["auto"]
         pair = Pair(kind, plain, auto, self.difference(ids, plain.token_ids, auto.token_ids))
         self.console.print(Text(_verdict(pair)))
         self.console.print(Text(self.sameness(pair)))
         return pair
+
+    def unstalled(self, ids: Sequence[int], plain: Result, auto: Result) -> Result:
+        """The faster of two plain runs, where the first gives a speed-up that cannot be: a step of
+        auto is no cheaper than one of plain, so plain met a stall of the machine."""
+        speedup = _ratio(auto.stats.tokens_per_second, plain.stats.tokens_per_second)
+        if speedup <= 1.1 * auto.stats.tokens_per_step:
+            return plain
+        self.console.print(Text("the machine stalled: plain is run once more", style="dim"))
+        with self.sides["plain"].start(ids, self.params) as call:
+            again = stream(call, silent=True)
+        return max(plain, again, key=lambda result: result.stats.tokens_per_second)
 
     def difference(
         self, prompt: Sequence[int], plain: Sequence[int], auto: Sequence[int]

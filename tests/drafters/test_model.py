@@ -364,3 +364,28 @@ def test_leaving_rare_ids_out_leaves_the_text_as_it_is(
         plain = model.generate(prompt, policy="plain", max_new_tokens=60, **options)
         assert result.token_ids == plain.token_ids
         assert 0 < result.stats.accepted < result.stats.verified
+
+
+def test_an_index_that_is_drafted_again_gets_new_noise(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How long a draft became depends on what was drawn: a policy that remembers it would know the
+    draw of an index that is drawn again with the same noise, and shift the text's distribution."""
+    from draftwise.drafters import model as module
+
+    keys: list[tuple[Any, ...]] = []
+    real = module.key
+
+    def noted(*args: Any, **kwargs: Any) -> int:
+        keys.append((args, tuple(kwargs.items())))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, "key", noted)
+    drafter = drafter_of(llama)
+    params = SamplingParams(temperature=1.0)
+    drafter.open(0, Request(0, tuple(random_ids(8)), params, seed=1, acceptance="rejection"))
+    for _ in range(6):
+        draft = drafted(drafter, 4)
+        drafter.observe(0, [(draft.tokens[0] + 1) % VOCABULARY])
+    assert len(keys) == 24
+    assert len(set(keys)) == len(keys)

@@ -163,8 +163,10 @@ def simulate(
     serial_price: float = 0.08,
     rest: float = 0.0,
     change: Callable[[int, TextEngine], None] | None = None,
+    told: Curve | None = None,
 ) -> Outcome:
-    """Generates `requests` texts of `tokens` each; `change(step, engine)` may alter the world."""
+    """Generates `requests` texts of `tokens` each. `change(step, engine)` may alter the world;
+    `told` is the curve that the policy begins with, if it is not the true one."""
     clock = Clock()
     monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=clock.perf_counter))
     text = [int(t) for t in np.random.default_rng(5).integers(10, 99, tokens + 8)]
@@ -172,7 +174,7 @@ def simulate(
     drafters = {d.name: d for d in make_drafters(text, clock)}
     draft_curve = CostCurve([(Shape(1, 4), serial_price), (Shape(32, 4), 2 * serial_price)])
     serial = {name: draft_curve for name, d in drafters.items() if d.serial}
-    target = CostCurve([(Shape(w, 4), price(w)) for w in WIDTHS])
+    target = CostCurve([(Shape(w, 4), (told or price)(w)) for w in WIDTHS])
     chosen = make(policy, Costs(target, serial, tuple(drafters)))
     parts = loop.Parts(engine, drafters, chosen, Turn())
     seconds, steps = 0.0, []

@@ -167,3 +167,20 @@ def test_the_plan_is_that_of_brute_force(drafts, prices, wanted):
     chosen = (plan.draft.drafter, len(plan.draft.tokens)) if plan.draft else ("", 0)
     assert gains[chosen] == pytest.approx(max(gains.values()), abs=1e-9)
     assert 1 + chosen[1] <= plan.width <= 1 + wanted or plan.width == 1
+
+
+@pytest.mark.parametrize("right", [0.0, 0.3])
+@pytest.mark.parametrize("lie", ["T(1) twice too high", "wide forwards three times too cheap"])
+@pytest.mark.parametrize("regime", ["flat", "steep"])
+def test_a_curve_that_lies_is_found_out(monkeypatch, regime, lie, right):
+    price = curve(regime)
+
+    def told(w):
+        if lie.startswith("T(1)"):
+            return 2 * price(1) if w == 1 else price(w)
+        return price(w) if w == 1 else price(w) / 3
+
+    done = simulate(
+        monkeypatch, price, lambda t, c: [Guesser("g", t, right)], tokens=1500, told=told
+    )
+    assert done.speedup >= 0.98

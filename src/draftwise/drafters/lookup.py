@@ -71,6 +71,7 @@ class Lookup(Retrieval):
     name = "lookup"
 
     def __init__(self) -> None:
+        super().__init__()
         self._texts: dict[SeqId, _Text] = {}
 
     def open(self, seq: SeqId, request: Request) -> None:
@@ -79,6 +80,7 @@ class Lookup(Retrieval):
 
     def observe(self, seq: SeqId, committed: Sequence[int]) -> None:
         self._texts[seq].extend(committed)
+        self.stepped(seq, committed)
 
     def propose(self, asks: Sequence[Ask], go: Go) -> list[Draft]:
         drafts = []
@@ -86,7 +88,7 @@ class Lookup(Retrieval):
             text = self._texts[ask.seq]
             match, at = text.best_match()
             if match:
-                run = text.copy(at, ask.depth)
+                run = text.copy(at, self.reach(ask))
                 # If node j is reached, all before it agreed: the match has grown by j.
                 features = [Features(match=min(match + j, LONGEST)) for j in range(len(run))]
                 drafts.append(chain(ask.seq, self.name, run, features))
@@ -94,3 +96,4 @@ class Lookup(Retrieval):
 
     def close(self, seq: SeqId) -> None:
         self._texts.pop(seq, None)
+        self._reach.pop(seq, None)

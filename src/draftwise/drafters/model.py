@@ -5,7 +5,7 @@ are run when it is next asked, so a request that never asks it never pays for it
 each further token `go` is asked with the last one's confidence.
 
 Coupled: it takes the argmax of its own processed logits / T plus the *target's* noise g for that
-position, so that both models choose alike wherever their distributions are close (2408.07978).
+position: both models choose alike wherever their distributions are close (arXiv 2408.07978).
 Rejection: it draws from its processed distribution with noise of its own and reports q, the very
 numbers it drew with; the confidence shown is then q's largest entry, which does not depend on the
 token drawn, so that stopping cannot shift the text's distribution.

@@ -1,9 +1,9 @@
 """Suffix drafter: continue the longest repeated suffix with its most frequent continuation.
 
-A suffix automaton (Blumer 1985; 2411.10666, and counts as in 2411.04975) holds every substring of
-a text in at most 2n states; adding a token is amortised O(1). Each state knows how often its
-strings occurred, so a continuation has a share: the count of the longer string over the sum of
-all its rivals. Two automata are kept:
+A suffix automaton (Blumer 1985; arXiv 2411.10666, with counts as in 2411.04975) holds every
+substring of a text in at most 2n states; adding a token is amortised O(1). Each state knows how
+often its strings occurred, so a continuation has a share: the count of the longer string over
+the sum of all its rivals. Two automata are kept:
 
   own     the request's prompt and text. The longest suffix that occurred before is simply the
           suffix link of the state of the whole text.
@@ -118,6 +118,7 @@ class Suffix(Retrieval):
     name = "suffix"
 
     def __init__(self, store: int = STORE) -> None:
+        super().__init__()
         self._limit = store
         self._texts: list[list[int]] = []  # of finished requests, oldest first
         self._store, self._size, self._version = Automaton(), 0, 0
@@ -125,10 +126,13 @@ class Suffix(Retrieval):
 
     def open(self, seq: SeqId, request: Request) -> None:
         self._cursors[seq] = _Cursor()
-        self.observe(seq, request.prompt)
+        self._take(self._cursors[seq], request.prompt)
 
     def observe(self, seq: SeqId, committed: Sequence[int]) -> None:
-        cursor = self._cursors[seq]
+        self._take(self._cursors[seq], committed)
+        self.stepped(seq, committed)
+
+    def _take(self, cursor: _Cursor, committed: Sequence[int]) -> None:
         cursor.own.extend(committed)
         cursor.text.extend(committed)
         recent: Sequence[int] = committed
@@ -145,15 +149,16 @@ class Suffix(Retrieval):
             own = cursor.own.link[cursor.own.last]
             matched = cursor.own.length[own] if own > 0 else 0
             if 2 * matched >= min(cursor.matched, LONGEST) or cursor.version != self._version:
-                tokens, features = cursor.own.follow(own, matched, ask.depth)
+                tokens, features = cursor.own.follow(own, matched, self.reach(ask))
             else:
                 state, matched = cursor.state, cursor.matched
-                tokens, features = self._store.follow(state, matched, ask.depth, other=True)
+                tokens, features = self._store.follow(state, matched, self.reach(ask), other=True)
             if tokens:
                 drafts.append(chain(ask.seq, self.name, tokens, features))
         return drafts
 
     def close(self, seq: SeqId) -> None:
+        self._reach.pop(seq, None)
         cursor = self._cursors.pop(seq, None)
         if cursor is None or not self._limit:
             return

@@ -12,7 +12,7 @@ Learned from the accepted prefix and the first rejection only: what came after i
 wrong, it was never compared (it is censored). A drafter's own probability over-states acceptance
 where it is sure and under-states it where it is not, so it is a bin, never the estimate.
 Survival of a node is the product of means along its path. Cost: about 0.4 µs a node (bins are
-cached per step). Sources: docs/design.md §2; 2607.05147 (calibration).
+cached per step). Sources: docs/design.md §2; arXiv 2607.05147 (calibration).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ PROBS = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97, 0.995)
 MARGINS = (0.25, 0.5, 1.0, 1.5, 2.5, 4.0, 6.0, 9.0)
 MOODS = (1, 4, 12)
 
+NOTHING = 0.004  # a chance that no plan ever pays for
 PRIOR_WEIGHT = 3.0
 REQUEST_WEIGHT = 6.0
 SHARED_DISCOUNT = 0.995
@@ -131,7 +132,8 @@ class Acceptance:
         return mean
 
     def survival(self, draft: Draft) -> list[float]:
-        """Chance that each node is committed: the product of the chances along its path."""
+        """Chance that each node is committed: the product of the chances along its path. A chain is
+        followed down to where nothing is left of it, and the list ends there."""
         mood = self._mood.get((draft.seq, draft.drafter), 0)
         known: dict[Features, float] = {}
         out: list[float] = []
@@ -141,6 +143,8 @@ class Acceptance:
                 bin_ = binned(f, mood)
                 chance = known[f] = self._chance(draft.seq, draft.drafter, f, bin_)
             out.append(chance if parent < 0 else out[parent] * chance)
+            if out[-1] < NOTHING and draft.is_chain:
+                break
         return out
 
     def ahead(self, seq: int, drafter: str, last: Features | None = None) -> float:

@@ -49,7 +49,8 @@ class Fixed(Plain):
     def make(cls, argument: str, costs: Costs) -> Fixed:
         length, _, drafter = argument.partition(":")
         if not length.isdecimal() or len(length) > 4 or int(length) < 1:
-            raise UsageError(f"policy fixed needs a draft length, as in fixed:5, not {argument!r}")
+            given = f", not {length[:20]!r}" if length else ""
+            raise UsageError(f"policy fixed needs a draft length, as in fixed:5{given}")
         drafter = drafter or next(iter(costs.serial), next(iter(costs.drafters), ""))
         if drafter not in costs.drafters:
             raise UsageError(f"policy fixed:{argument}: no drafter {drafter!r} is loaded")

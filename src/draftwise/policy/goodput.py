@@ -16,7 +16,8 @@ survival (acceptance.py), T the measured curve (cost.py).
 Retrieval drafts are scored against the text at every step, verified or not; a parked serial
 drafter is probed with at most PROBE_SHARE of the time. The never-slower meter (guard.py) has the
 last word. Lossless: only drafts are chosen here; drafts drawn at random are never trimmed after
-the draw (docs/design.md §2, "no peeking"). Cost: about 0.1 ms a step. Source: 2406.14066.
+the draw (docs/design.md §2, "no peeking"). Cost: about 0.1 ms a step. Source: arXiv 2406.14066
+(TurboSpec).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ A plain step adds its own seconds to both sides, so that noise in T(1) cannot cl
 meter runs across requests, so the margin that good steps earn may be spent in bad ones; where
 it is used up, plain steps are all that is allowed and the meter can only recover. `grace` lets a
 new process try anything at all. With ε = 0.02 the run as a whole stays within 2 % of plain once
-grace is small beside it. Source: docs/design.md §2; 2506.20675 (Cascade).
+grace is small beside it. Source: docs/design.md §2; arXiv 2506.20675 (Cascade).
 """
 
 from __future__ import annotations
