@@ -169,6 +169,7 @@ def _refuse(config: Any, ids: torch.Tensor, synced: bool, kwargs: dict[str, Any]
     refused = {
         "num_beams above 1": (config.num_beams or 1) > 1,
         "num_return_sequences above 1": (config.num_return_sequences or 1) > 1,
+        "a batch of prompts (call it once for each)": ids.shape[0] != 1,
         "output_scores, output_logits, output_attentions and output_hidden_states": any(
             getattr(config, name, False) for name in OUTPUTS
         ),
@@ -183,7 +184,6 @@ def _refuse(config: Any, ids: torch.Tensor, synced: bool, kwargs: dict[str, Any]
             config.prompt_lookup_num_tokens
         ),
         "synced_gpus": bool(synced),
-        "a batch of prompts (call it once for each)": ids.shape[0] != 1,
     }
     for what, present in refused.items():
         if present:

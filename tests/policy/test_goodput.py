@@ -184,3 +184,17 @@ def test_a_curve_that_lies_is_found_out(monkeypatch, regime, lie, right):
         monkeypatch, price, lambda t, c: [Guesser("g", t, right)], tokens=1500, told=told
     )
     assert done.speedup >= 0.98
+
+
+@pytest.mark.parametrize("regime", ["flat", "steep"])
+def test_a_curve_that_prices_every_draft_out_is_found_out(monkeypatch, regime):
+    price = curve(regime)
+    done = simulate(
+        monkeypatch,
+        price,
+        lambda t, c: [Guesser("g", t, 0.95)],
+        tokens=2000,
+        told=lambda w: price(w) if w == 1 else 20 * price(w),
+    )
+    true = simulate(monkeypatch, price, lambda t, c: [Guesser("g", t, 0.95)], tokens=2000)
+    assert done.speedup > 1 + 0.6 * (true.speedup - 1)

@@ -35,6 +35,8 @@ from ..engines.base import Shape
 LARGEST = 4.0  # a step counts for at most this many times, and at least this fraction of, its price
 DRIFT_RATE = 0.15
 BASE_RATE = 0.02  # far below drift's, or a busy machine would bend the curve instead of lifting it
+FAR = 0.7  # a step that took half of what it should, level aside
+SWEPT = 2.0  # what the sweep says of a width counts as so many steps
 VERSION = 1
 GUESS = ((Shape(1, 0), 0.03), (Shape(64, 0), 0.09))  # until something is measured
 Floats = npt.NDArray[np.float64]
@@ -54,7 +56,7 @@ class CostCurve:
             base[64 * width] = 3.0 * seconds
         self._widths: Floats = np.array(sorted(base), dtype=np.float64)
         self._base: Floats = np.array([base[int(w)] for w in self._widths])
-        self._seen: Floats = np.zeros(len(base))
+        self._seen: Floats = np.full(len(base), SWEPT)
         slopes = {
             s.width: max((t - base[s.width]) / (s.context - self._context), 0.0)
             for s, t in points
@@ -98,11 +100,18 @@ class CostCurve:
         best = int(prices.argmin())
         return int(wider[best]) if prices[best] < 0.97 * self.seconds(width, context) else width
 
-    def learn(self, shape: Shape, seconds: float, least: float = 0.0) -> None:
+    def learn(self, shape: Shape, seconds: float, least: float = 0.0, probe: bool = False) -> None:
         """Corrects the curve by one real step: the level by all steps, a width by its own, which
-        moves by at least the share `least` of what it was off."""
+        moves by at least the share `least` of what it was off. `probe`: the step was taken to see
+        whether the curve prices wider forwards out for nothing."""
         self.scale(seconds, self.seconds(shape.width, shape.context))
         own = math.log(seconds / self.seconds(shape.width, shape.context))
+        if probe and own < -FAR:
+            # The sweep met a bad moment: what it says of this width and wider ones, as far as no
+            # step has confirmed it, comes down at once, or nothing so dear would be tried again.
+            doubtful = (self._widths >= shape.width) & (self._seen <= SWEPT)
+            self._base[doubtful] *= math.exp(own)
+            own = 0.0
         self._move(shape.width, min(max(own, -1.0), 1.0), least)
 
     def scale(self, seconds: float, expected: float) -> None:
@@ -112,24 +121,19 @@ class CostCurve:
             self.drift *= ratio**DRIFT_RATE
 
     def _move(self, width: int, own: float, least: float) -> None:
-        widths = self._widths
-        if width > widths[-1]:
+        at = int(np.searchsorted(self._widths, width))
+        if at == len(self._widths) or self._widths[at] != width:
+            # A width of its own: shared out among its neighbours, what it says would bend T(1).
             price = self.seconds(width, self._context) / self.drift
-            self._widths = np.append(widths, width)
-            self._base, self._seen = np.append(self._base, price), np.append(self._seen, 0.0)
-        i = int(np.searchsorted(self._widths, width))
-        near = [(i, 1.0)]
-        if self._widths[i] != width:
-            low, high = self._widths[i - 1], self._widths[i]
-            share = float((width - low) / (high - low))
-            near = [(i - 1, 1.0 - share), (i, share)]
-        for at, share in near:
-            # The first steps at a width tell more than later ones: the sweep saw it twice at most.
-            # What is far off was measured on a machine that has changed since: mend it sooner.
-            steady = BASE_RATE * (1.0 + 10.0 * min(abs(own), 0.5))
-            rate = max(steady, 0.15 / (1.0 + self._seen[at]), least) * share
-            self._base[at] *= math.exp(rate * own)
-            self._seen[at] += share
+            self._widths = np.insert(self._widths, at, width)
+            self._base = np.insert(self._base, at, price)
+            self._seen = np.insert(self._seen, at, 0.0)
+        # What is far off was measured on a machine that has changed since: mend it sooner. The
+        # first steps at a width tell more than later ones.
+        steady = BASE_RATE * (1.0 + 10.0 * min(abs(own), 0.5))
+        rate = max(steady, 0.4 / (1.0 + self._seen[at]), least)
+        self._base[at] *= math.exp(rate * own)
+        self._seen[at] += 1.0
 
     def points(self) -> list[tuple[Shape, float]]:
         """What a curve is rebuilt from: `CostCurve(curve.points())` has the same steady prices."""

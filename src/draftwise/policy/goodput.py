@@ -39,6 +39,9 @@ PROBE_SHARE = 0.01
 # wrong for long. The gap doubles from 2 to RETIME, and is 2 again when the level moved.
 RETIME = 256
 RETIME_RATE = 0.4  # how much of the error such a step removes
+# Plain steps in a row after which a single node is verified, whatever the curve says: a curve that
+# prices every draft out would otherwise never be found wrong. At most 1 % where it is right.
+WIDEN = 64
 
 
 @dataclass
@@ -65,6 +68,7 @@ class Auto:
         self.overhead = 0.0
         self._speeds: dict[SeqId, _Speed] = {}
         self._since_plain, self._gap, self._level = 0, 2, costs.target.drift
+        self._since_wide = 0
         self._probe_credit = 0.0
 
     @classmethod
@@ -179,13 +183,19 @@ class Auto:
             if n and gain > best:
                 best, head = gain, draft.head(n, survival)
         if head is None:
-            return empty
+            return self._widened(state, drafts) or empty
         n = len(head.tokens)
         risk = speed.row[1 + n] - speed.row[1]
         if not self.guard.allows(risk, speed.row[1]):
-            return empty
+            return self._widened(state, drafts) or empty
         width = min(curve.padded(1 + n, state.context), 1 + state.wanted)
         return StepPlan(state.seq, head, max(width, 1 + n))
+
+    def _widened(self, state: State, drafts: Sequence[Draft]) -> StepPlan | None:
+        if self._since_wide < WIDEN or not drafts or state.wanted < 2:
+            return None
+        surest = max(drafts, key=lambda draft: self.acceptance.survival(draft)[0])
+        return StepPlan(state.seq, surest.head(1, self.acceptance.survival(surest)), 2)
 
     def _best(self, state: State, draft: Draft, rho: float) -> tuple[float, int, list[float]]:
         """(gain, n, survivals): the best number of nodes to verify, drafting being paid for."""
@@ -206,7 +216,9 @@ class Auto:
         curve, speed, width = self.costs.target, self._speeds[r.seq], r.plan.width
         plain = curve.seconds(1, r.context) + self.overhead
         rare = width == 1 and self._since_plain >= 2
-        curve.learn(Shape(width, r.context), r.verify_seconds, RETIME_RATE if rare else 0.0)
+        probe = width > 1 and self._since_wide >= WIDEN
+        shape = Shape(width, r.context)
+        curve.learn(shape, r.verify_seconds, RETIME_RATE if rare else 0.0, probe)
         self.overhead += 0.1 * (min(r.rest_seconds, 4 * self.overhead + 1e-3) - self.overhead)
         if r.asked is not None:
             own = next((len(d.tokens) for d in r.drafted if d.drafter == r.asked), 1)
@@ -222,6 +234,7 @@ class Auto:
         speed.seconds = decay * speed.seconds + r.seconds
         speculated = width > 1 or r.asked is not None
         self.guard.learn(r.seconds, plain * len(r.committed) if speculated else r.seconds)
+        self._since_wide = 0 if width > 1 else self._since_wide + 1
         if width > 1:
             self._since_plain += 1
         else:
