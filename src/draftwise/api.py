@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 DEFAULT_DRAFTERS = ("lookup", "suffix")
 # Seconds that measuring the cost curve may take when none is stored: together under 5 at load.
-SWEEP_TARGET, SWEEP_DRAFT = 2.8, 1.0
+SWEEP_TARGET, SWEEP_DRAFT = 2.2, 0.8
 
 
 class Model:

@@ -42,6 +42,9 @@ RETIME_RATE = 0.4  # how much of the error such a step removes
 # Plain steps in a row after which a single node is verified, whatever the curve says: a curve that
 # prices every draft out would otherwise never be found wrong. At most 1 % where it is right.
 WIDEN = 64
+# A step is charged to the meter at most this many times its price: what a machine's stall costs is
+# not speculation's loss, and one would close the meter for minutes (a draft model's first forward).
+STALL = 3.0
 
 
 @dataclass
@@ -220,11 +223,14 @@ class Auto:
         shape = Shape(width, r.context)
         curve.learn(shape, r.verify_seconds, RETIME_RATE if rare else 0.0, probe)
         self.overhead += 0.1 * (min(r.rest_seconds, 4 * self.overhead + 1e-3) - self.overhead)
+        expected = curve.seconds(width, r.context) + self.overhead
         if r.asked is not None:
             own = next((len(d.tokens) for d in r.drafted if d.drafter == r.asked), 1)
             price = self.costs.serial[r.asked]
             catch_up = price.seconds(max(r.stale, 1), max(r.context - r.stale, 0))
-            price.scale(r.draft_seconds, catch_up + (own - 1) * price.seconds(1, r.context))
+            drafting = catch_up + (own - 1) * price.seconds(1, r.context)
+            price.scale(r.draft_seconds, drafting)
+            expected += drafting
         for draft in r.drafted:
             hits = self.acceptance.learn(draft, r.committed)
             if draft.drafter == r.asked:
@@ -233,7 +239,8 @@ class Auto:
         speed.tokens = decay * speed.tokens + len(r.committed)
         speed.seconds = decay * speed.seconds + r.seconds
         speculated = width > 1 or r.asked is not None
-        self.guard.learn(r.seconds, plain * len(r.committed) if speculated else r.seconds)
+        charged = min(r.seconds, STALL * expected)
+        self.guard.learn(charged, plain * len(r.committed) if speculated else charged)
         self._since_wide = 0 if width > 1 else self._since_wide + 1
         if width > 1:
             self._since_plain += 1
