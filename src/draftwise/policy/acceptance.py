@@ -209,7 +209,8 @@ class Yields:
     """
 
     START = (2.2, 2.6)  # accepted, drafted: what a draft model of a third the price did
-    SHARED_WEIGHT, REQUEST_WEIGHT = 4.0, 6.0
+    # A few unlucky asks at the start must not end the asking, from which alone it is learned.
+    SHARED_WEIGHT, REQUEST_WEIGHT = 24.0, 6.0
     SHARED_DISCOUNT, REQUEST_DISCOUNT = 0.99, 0.9
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ grace is small beside it. Source: docs/design.md §2; arXiv 2506.20675 (Cascade)
 from __future__ import annotations
 
 EPSILON = 0.02
-GRACE_STEPS = 6.0  # plain steps
+GRACE_STEPS = 10.0  # plain steps: some eight asks of a draft model that all fail
 
 
 class Guard:
@@ -25,8 +25,8 @@ class Guard:
 
     def allows(self, risk: float, plain_step: float) -> bool:
         """May a plan be tried that loses `risk` seconds against plain if nothing is accepted?"""
-        # A quarter of ε is kept back for what the meter cannot see (timer and curve noise).
-        allowed = (1 + 0.75 * self.epsilon) * self.plain + GRACE_STEPS * plain_step
+        # Half of ε is kept back for the grace and for what the meter cannot see (curve noise).
+        allowed = (1 + 0.5 * self.epsilon) * self.plain + GRACE_STEPS * plain_step
         return self.spent + risk <= allowed
 
     def learn(self, seconds: float, plain: float) -> None:
