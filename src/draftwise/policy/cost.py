@@ -7,7 +7,7 @@ the last segment's slope; `slope` (seconds per context token, at least 0) comes 
 second context and is interpolated likewise between width 1 and 16. `drift` is one factor for
 the whole machine: a clamped EWMA of measured/expected over recent steps, so that when another
 process takes a core the curve follows within some ten steps and comes back as fast. What a step
-says of its own width beyond drift moves `base` near that width, slowly.
+says of its own width beyond drift moves `base` there, slowly.
 
     T̃(w, c) = min over w' ≥ w of T(w', c)      (padding up to a cheaper width is allowed)
 
@@ -69,17 +69,20 @@ class CostCurve:
     def seconds(self, width: int, context: int) -> float:
         """T(w, c) now, drift included."""
         base = _line(width, self._widths, self._base)
-        if width > self._widths[-1] and len(self._widths) > 1:
-            rise = (self._base[-1] - self._base[-2]) / (self._widths[-1] - self._widths[-2])
-            base += max(rise, 0.0) * (width - self._widths[-1])
+        if width > self._widths[-1]:
+            base += self._rise() * (width - self._widths[-1])
         slope = _line(width, self._slope_widths, self._slopes)
         return float(self.drift * (base + slope * max(context - self._context, 0)))
 
+    def _rise(self) -> float:
+        """What a row costs beyond the last width; there are always two widths at least."""
+        rise = (self._base[-1] - self._base[-2]) / (self._widths[-1] - self._widths[-2])
+        return max(float(rise), 0.0)
+
     def _prices(self, widths: Floats, context: int) -> Floats:
         base = np.interp(widths, self._widths, self._base)
-        if widths[-1] > self._widths[-1] and len(self._widths) > 1:
-            rise = (self._base[-1] - self._base[-2]) / (self._widths[-1] - self._widths[-2])
-            base += max(rise, 0.0) * np.maximum(widths - self._widths[-1], 0.0)
+        if widths[-1] > self._widths[-1]:
+            base += self._rise() * np.maximum(widths - self._widths[-1], 0.0)
         slope = np.interp(widths, self._slope_widths, self._slopes)
         prices: Floats = self.drift * (base + slope * max(context - self._context, 0))
         return prices

@@ -110,7 +110,7 @@ class Auto:
             return None
         rho = self.price(state.seq, state.context)
         bar = max([1.0 - rho * speed.row[1]] + [self._best(state, d, rho)[0] for d in state.free])
-        asks = [self._serial(state, name, rho, bar) for name in self.costs.serial]
+        asks = [self._serial(state, name, rho) for name in self.costs.serial]
         gain, ask, cost = max(asks, key=lambda found: found[0])
         if ask is None:
             return None
@@ -123,9 +123,7 @@ class Auto:
         speed.ask = ask
         return ask
 
-    def _serial(
-        self, state: State, name: str, rho: float, bar: float
-    ) -> tuple[float, Ask | None, float]:
+    def _serial(self, state: State, name: str, rho: float) -> tuple[float, Ask | None, float]:
         """(expected gain, ask, seconds at risk) of asking the drafter."""
         deepest = min(SERIAL_DEEPEST, state.wanted - 1, state.room[name])
         if deepest < 1:
@@ -197,8 +195,9 @@ class Auto:
     def _widened(self, state: State, drafts: Sequence[Draft]) -> StepPlan | None:
         if self._since_wide < WIDEN or not drafts or state.wanted < 2:
             return None
-        surest = max(drafts, key=lambda draft: self.acceptance.survival(draft)[0])
-        return StepPlan(state.seq, surest.head(1, self.acceptance.survival(surest)), 2)
+        rated = [(self.acceptance.survival(draft), draft) for draft in drafts]
+        survival, surest = max(rated, key=lambda pair: pair[0][0])
+        return StepPlan(state.seq, surest.head(1, survival), 2)
 
     def _best(self, state: State, draft: Draft, rho: float) -> tuple[float, int, list[float]]:
         """(gain, n, survivals): the best number of nodes to verify, drafting being paid for."""
