@@ -29,6 +29,7 @@ import typer
 
 from .config import read_config
 from .core import SamplingParams, UsageError
+from .options import sampling_params
 
 if TYPE_CHECKING:
     from .api import Model
@@ -282,8 +283,7 @@ def profile(
 
 def _sampling(ctx: typer.Context) -> SamplingParams:
     """The sampling options of a command, checked before anything is loaded."""
-    given = {f.name: ctx.params.get(f.name) for f in fields(SamplingParams)}
-    return SamplingParams(**{name: v for name, v in given.items() if v is not None})
+    return sampling_params({f.name: ctx.params.get(f.name) for f in fields(SamplingParams)})
 
 
 def _prompt(prompt: str | None) -> str:
