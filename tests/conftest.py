@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Models are built here or read from a local folder: nothing may wait for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,13 +18,24 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from draftwise import cli
 
 VOCABULARY = 300
 WINDOW = 8
 CONTEXT = 512
 # Families whose caches roll back (full, sliding, both, convolution) and those whose do not.
 CHAINS = ("llama", "mistral", "gemma3", "lfm2")
+# Full attention that takes trees, and full caches whose models do not.
+TREES = ("llama", "qwen2", "gpt2")
+NO_TREES = ("bloom", "gpt_neo")
 RECURRENT = ("mamba2", "qwen3_next", "falcon_h1")
 
 _COMMON = {
@@ -42,6 +55,13 @@ _COMMON = {
 }
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "gpt2": ("GPT2Config", {}),
+    "bloom": ("BloomConfig", {}),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        {"window_size": WINDOW, "attention_types": [[["global", "local", "global"], 1]]},
+    ),
     "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
     "gemma3": (
         "Gemma3TextConfig",
@@ -172,3 +192,89 @@ def smollm2_path() -> Path:
     from draftwise.models import embedded_path
 
     return embedded_path(progress=False)
+
+
+# Commands
+
+
+LONG_CONTEXT = 1200  # of the models on disk that commands load
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ran]
+
+
+def save_tiny(folder: Path, shift: int = 0, template: str | None = TEMPLATE) -> Path:
+    """A random model with one token a byte; `shift` gives the bytes other ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {c: i for i, c in enumerate(alphabet[shift:] + alphabet[:shift])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template
+    )
+    torch.manual_seed(shift)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=LONG_CONTEXT,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cache: str
+) -> Iterator[Run]:
+    """Runs the program in this process."""
+    monkeypatch.setenv("DRAFTWISE_CACHE", cache)
+    monkeypatch.delenv("DRAFTWISE_DEBUG", raising=False)
+    threads = torch.get_num_threads()
+
+    def run(*args: object, stdin: str | bytes = "") -> Ran:
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
+        capsys.readouterr()
+        code = cli.main([str(a) for a in args])
+        return Ran(code, *capsys.readouterr())
+
+    yield run
+    torch.set_num_threads(threads)
+
+
+def assert_refused(ran: Ran, *parts: str) -> None:
+    assert ran.code == 2
+    assert ran.out == ""
+    assert ran.err.startswith("draftwise: ")
+    assert ran.err.count("\n") == 1, ran.err
+    for part in parts:
+        assert part in ran.err

@@ -8,6 +8,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import draftwise
 from conftest import CONTEXT, VOCABULARY, plain_ids, random_ids, shared_model, tiny_model
-from draftwise import Call, Model, UsageError
+from draftwise import Call, Model, SamplingParams, UsageError
+from draftwise.accept.criterion import LOSSLESS
+from draftwise.policy.goodput import Auto
 
 POLICIES = ("plain", "fixed:1", "fixed:5", "fixed:4:suffix", "auto")
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 7}
@@ -142,6 +145,11 @@ def test_a_tokenizer_without_a_chat_template_refuses_messages(model: Model) -> N
         ({"policy": "fixed:5:nobody"}, "no drafter 'nobody'"),
         ({"policy": "plain:3"}, "no argument"),
         ({"acceptance": "typo"}, "unknown acceptance 'typo'"),
+        ({"quality_budget": -0.1}, "quality_budget must be between 0 and 2"),
+        ({"quality_budget": 2.1}, "quality_budget must be between 0 and 2"),
+        ({"quality_budget": float("nan")}, "quality_budget must be between 0 and 2"),
+        ({"quality_budget": "much"}, "quality_budget must be between 0 and 2"),
+        ({"quality_budget": 0.1, "acceptance": "block"}, "not block"),
     ],
 )
 def test_bad_options_are_refused_with_what_to_mend(
@@ -159,6 +167,7 @@ def test_bad_arguments_of_a_model_are_refused(llama: PreTrainedModel) -> None:
         ({"drafters": ["lookup", "lookup"]}, "same name"),
         ({"policy": "never"}, "unknown policy"),
         ({"acceptance": "never"}, "unknown acceptance"),
+        ({"acceptance": "typical", "quality_budget": 1}, "not typical"),
     ]:
         with pytest.raises(UsageError, match=says):
             Model(llama, None, **arguments)  # type: ignore[arg-type]
@@ -169,6 +178,7 @@ def test_load_refuses_before_it_reads_anything() -> None:
         ({"engine": "onnx"}, "unknown engine"),
         ({"drafters": "lookup"}, "list of names"),
         ({"drafters": ["a/b", "c/d"]}, "one draft model"),
+        ({"quality_budget": 5}, "quality_budget"),
     ]:
         with pytest.raises(UsageError, match=says):
             draftwise.load("no/such-model", **arguments)  # type: ignore[arg-type]
@@ -337,6 +347,41 @@ def test_counts_reconcile_with_forwards(model: Model, llama: PreTrainedModel) ->
             assert s.first_token_seconds > 0 and s.decode_seconds > 0
     finally:
         hook.remove()
+
+
+# Acceptance
+
+
+def test_a_budget_loosens_and_says_so(llama: PreTrainedModel) -> None:
+    model = Model(llama, None, [shared_model("llama", 1)], quality_budget=1.5)
+    for options in ({}, {"temperature": 0.9, "seed": 3}, {"acceptance": "auto"}):
+        s = model.generate([5, 6, 7], max_new_tokens=60, policy="fixed:3", **options).stats
+        assert s.acceptance_rule == "budget"
+        assert 0 < s.nats_per_token <= 1.5
+        assert 0 < s.loosened <= s.accepted
+        assert s.loosened == s.by_drafter["model"]["loosened"]
+        assert s.to_dict()["nats_per_token"] == s.nats_given_up / 60
+    exact = model.generate([5, 6, 7], max_new_tokens=60, policy="fixed:3", quality_budget=0)
+    assert exact.stats.acceptance_rule == "coupled" and exact.stats.loosened == 0
+    assert list(exact.token_ids) == plain_ids(llama, [5, 6, 7], 60)
+
+
+def test_auto_takes_every_lossless_rule_in_turn_where_they_differ(llama: PreTrainedModel) -> None:
+    model = Model(llama, None, [shared_model("llama", 1)], acceptance="auto")
+
+    def rule(model: Model = model, **options: Any) -> str:
+        chosen = model.generate([5, 6, 7], max_new_tokens=12, policy="fixed:2", **options)
+        return chosen.stats.acceptance_rule
+
+    assert {rule() for _ in range(4)} == {"coupled"}, "greedy"
+    taken = [rule(temperature=1.0) for _ in range(6)]
+    assert sorted(taken) == sorted([*LOSSLESS] * 2)
+    assert all(arm.seconds > 0 for arm in model._criterion.arms.values())
+    before = model._criterion.arms["block"].plain
+    assert rule(temperature=1.0, acceptance="block") == "block"
+    assert model._criterion.arms["block"].plain != before, "a named rule teaches too"
+    retrieval = Model(llama, None, acceptance="auto")
+    assert {rule(retrieval, temperature=1.0) for _ in range(4)} == {"coupled"}
 
 
 def opened(model: Model) -> int:
@@ -609,6 +654,30 @@ def test_two_hundred_requests_leave_no_tensors_behind(llama: PreTrainedModel) ->
     after = tensors()
     assert after[0] <= before[0]
     assert after[1] <= before[1] * 1.01
+
+
+def test_policies_know_that_the_engine_verifies_trees(llama: PreTrainedModel) -> None:
+    model = Model(llama, None, ["lookup", "suffix"])
+    auto = model._policy("auto")
+    assert isinstance(auto, Auto)
+    assert auto.costs == model.costs
+    assert auto.costs.trees
+
+
+def test_an_error_is_not_hidden_by_a_trace_that_cannot_be_written(
+    model: Model, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+
+    def broken(ids: Any, scores: Any) -> Any:
+        folder.rmdir()
+        raise RuntimeError("broken")
+
+    params = SamplingParams(max_new_tokens=5)
+    call = model.start([1, 2], params, processors=[broken], trace=folder / "trace.jsonl")
+    with pytest.raises(RuntimeError, match="broken"):
+        call.step()
 
 
 def test_names_in_the_package_are_what_it_offers() -> None:

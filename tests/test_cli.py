@@ -7,105 +7,18 @@ where only a real process shows the behaviour.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftwise import Call, cli, show
-
-CONTEXT = 1200
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
-
-
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ran]
-
-
-def _save(folder: Path, shift: int = 0, template: str | None = TEMPLATE) -> Path:
-    """A random model with one token a byte; `shift` gives the bytes other ids."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {c: i for i, c in enumerate(alphabet[shift:] + alphabet[:shift])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template
-    )
-    torch.manual_seed(shift)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(_save(tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture
-def run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cache: str
-) -> Iterator[Run]:
-    """Runs the program in this process."""
-    monkeypatch.setenv("DRAFTWISE_CACHE", cache)
-    monkeypatch.delenv("DRAFTWISE_DEBUG", raising=False)
-    threads = torch.get_num_threads()
-
-    def run(*args: object, stdin: str | bytes = "") -> Ran:
-        data = stdin.encode() if isinstance(stdin, str) else stdin
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
-        capsys.readouterr()
-        code = cli.main([str(a) for a in args])
-        return Ran(code, *capsys.readouterr())
-
-    yield run
-    torch.set_num_threads(threads)
-
-
-def assert_refused(ran: Ran, *parts: str) -> None:
-    assert ran.code == 2
-    assert ran.out == ""
-    assert ran.err.startswith("draftwise: ")
-    assert ran.err.count("\n") == 1, ran.err
-    for part in parts:
-        assert part in ran.err
-
+from conftest import LONG_CONTEXT, Ran, Run, assert_refused, save_tiny
+from draftwise import Call, demo, show
 
 BAD = [
     (["generate", "hi", "--max-new-tokens", "-3"], ["max_new_tokens", "-3"]),
@@ -123,6 +36,12 @@ BAD = [
     (["generate", "hi", "--policy", "fixed:4:suffix", "--drafters", "lookup"], ["suffix"]),
     (["generate", "hi", "--drafters", "lokup"], ["lokup", "lookup"]),
     (["generate", "hi", "--acceptance", "generous"], ["generous", "coupled"]),
+    (["generate", "hi", "--quality-budget", "3"], ["quality_budget", "3"]),
+    (["chat", "--quality-budget", "0.1", "--acceptance", "topk"], ["quality_budget", "topk"]),
+    (["generate", "hi", "--objective", "speed"], ["speed", "throughput"]),
+    (["generate", "hi", "--max-slowdown", "1.5"], ["max_slowdown", "1.5"]),
+    (["generate", "hi", "--max-slowdown", "nan"], ["max_slowdown"]),
+    (["generate", "hi", "--draft-memory", "lots"], ["draft_memory", "lots"]),
     (["generate", "hi", "--dtype", "int3"], ["int3"]),
     (["generate", "hi", "--device", "abacus"], ["abacus"]),
     (["generate", "hi", "--config", "/none.toml"], ["/none.toml"]),
@@ -154,17 +73,17 @@ def test_undecodable_prompts_are_refused(run: Run) -> None:
 
 
 def test_prompt_longer_than_the_context(run: Run, tiny: str) -> None:
-    assert_refused(run("generate", "x" * (CONTEXT + 1), "--target", tiny), str(CONTEXT))
+    assert_refused(run("generate", "x" * (LONG_CONTEXT + 1), "--target", tiny), str(LONG_CONTEXT))
 
 
 def test_draft_model_with_another_vocabulary(run: Run, tiny: str, tmp_path: Path) -> None:
-    other = _save(tmp_path, shift=7)
+    other = save_tiny(tmp_path, shift=7)
     assert_refused(run("generate", "hi", "--target", tiny, "--draft", other), "vocabulary")
     assert_refused(run("demo", "--target", tiny, "--draft", other), "vocabulary")
 
 
 def test_chat_needs_a_template(run: Run, tmp_path: Path) -> None:
-    bare = _save(tmp_path, template=None)
+    bare = save_tiny(tmp_path, template=None)
     assert_refused(run("chat", "--target", bare, stdin="hi\n"), "chat template")
 
 
@@ -250,6 +169,18 @@ def test_a_draft_model_drafts(run: Run, tiny: str) -> None:
     assert counts["accepted"] == counts["verified"] == 9  # it is the target itself: all is accepted
 
 
+def test_acceptance_and_budget_reach_the_rule(run: Run, tiny: str) -> None:
+    common = ["generate", "hello hello", "--target", tiny, "--max-new-tokens", 8, "--json"]
+    for options, rule in [
+        (["--acceptance", "block"], "block"),
+        (["--acceptance", "auto"], "coupled"),
+        (["--quality-budget", 0.5], "budget"),
+    ]:
+        stats = json.loads(run(*common, *options).out)["stats"]
+        assert stats["acceptance_rule"] == rule
+        assert stats["nats_per_token"] <= 0.5
+
+
 # --config
 
 
@@ -330,9 +261,11 @@ def test_chat_system_message_and_unknown_commands(run: Run, tiny: str) -> None:
 
 
 def test_chat_beyond_the_context(run: Run, tiny: str) -> None:
-    ran = run("chat", "--target", tiny, "--max-new-tokens", 4, stdin="hi\n" + "x" * CONTEXT + "\n")
+    ran = run(
+        "chat", "--target", tiny, "--max-new-tokens", 4, stdin="hi\n" + "x" * LONG_CONTEXT + "\n"
+    )
     assert ran.code == 2 and ran.out.count("\n") >= 1
-    assert ran.err.count("\n") == 1 and str(CONTEXT) in ran.err
+    assert ran.err.count("\n") == 1 and str(LONG_CONTEXT) in ran.err
 
 
 # Ctrl-C and closed pipes
@@ -452,17 +385,75 @@ def test_demo_json(run: Run, tiny: str) -> None:
     assert report["identical"]
 
 
+def test_an_interrupted_demo_sums_up_what_was_finished(
+    run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the third prompt, pressed once; and in the warm-up, before any was finished."""
+    original = demo.Demo.written
+
+    def written(self: demo.Demo, *args: Any) -> Any:
+        if next(count) == 5:
+            signal.raise_signal(signal.SIGINT)
+        return original(self, *args)
+
+    monkeypatch.setattr(demo.Demo, "written", written)
+    for as_json in ([], ["--json"]):
+        count = iter(range(100))
+        ran = run("demo", "--target", tiny, "--max-new-tokens", 8, *as_json)
+        assert ran.code == 130 and ran.err == ""
+        if as_json:
+            report = json.loads(ran.out)
+            assert report["interrupted"] and len(report["prompts"]) == 2
+            assert report["speedup"] > 0
+        else:
+            assert "interrupted after 2 of 4" in ran.out and "prompts finished" in ran.out
+            assert "extraction" not in ran.out and "over 2 prompts" in ran.out
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    count = iter(range(5, 100))
+    ran = run("demo", "--target", tiny, "--max-new-tokens", 8, "--json")
+    report = json.loads(ran.out)
+    assert ran.code == 130 and report["prompts"] == []
+    assert report["speedup"] is None and report["identical"] is None
+
+
+def test_an_interrupted_demo_leaves_a_clean_terminal(tiny: str, cache: str) -> None:
+    """The frame is taken back and the cursor shown again before the last line is printed."""
+    import pty
+
+    command = [sys.executable, "-m", "draftwise.cli", "demo", "--target", tiny]
+    env = os.environ | {"DRAFTWISE_CACHE": cache, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*command, "--max-new-tokens", "400"], stdin=theirs, stdout=theirs, stderr=theirs, env=env
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):
+        while block := os.read(ours, 65536):
+            shown += block
+            if "╭".encode() in shown:  # the first frame
+                process.send_signal(signal.SIGINT)
+                break
+        while block := os.read(ours, 65536):
+            shown += block
+    assert process.wait() == 130
+    assert b"Traceback" not in shown
+    assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l") > 0
+    assert shown.rfind(b"interrupted after 0 of 4") > shown.rfind(b"\x1b[?25h")
+
+
 def test_demo_tells_where_texts_differ(
     run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One token of auto's texts is spoilt before they are compared."""
-    original = show.Demo.difference
+    original = demo.Demo.difference
 
-    def difference(self: show.Demo, prompt: Any, plain: Any, auto: Any) -> Any:
+    def difference(self: demo.Demo, prompt: Any, plain: Any, auto: Any) -> Any:
         other = (plain[5] + 1) % 256
         return original(self, prompt, plain, (*auto[:5], other, *auto[6:]))
 
-    monkeypatch.setattr(show.Demo, "difference", difference)
+    monkeypatch.setattr(demo.Demo, "difference", difference)
     ran = run("demo", "--target", tiny, "--max-new-tokens", 8, "--dtype", "float32", "--json")
     report = json.loads(ran.out)
     assert not report["identical"]

@@ -13,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftwise.accept import RULES
+from draftwise.accept.criterion import LOSSLESS
 from draftwise.core import Ask, Draft, Features, SamplingParams, State, StepPlan
-from draftwise.decode import decode
+from draftwise.decode import REACH, decode
 from draftwise.result import Tally
 from draftwise.turns import Turn
 from toy import (
@@ -58,13 +60,15 @@ def drafters(seed: int = 0) -> list[ToyDrafter]:
     wanted=st.integers(1, 25),
     seed=st.integers(0, 2**32),
     eos=st.frozensets(st.integers(0, SIZE - 1), max_size=1),
-    acceptance=st.sampled_from(["coupled", "rejection"]),
+    acceptance=st.sampled_from([*RULES, "budget"]),
 )
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_counts_reconcile(wanted: int, seed: int, eos: frozenset[int], acceptance: str) -> None:
     params = SamplingParams(max_new_tokens=wanted, temperature=1.0, seed=seed)
     engine, policy = ToyEngine(TARGET), Whim(seed, ["script"])
-    asked = request(params, eos=eos, acceptance=acceptance)
+    budget = acceptance == "budget"
+    chosen = {"quality_budget": 0.5} if budget else {"acceptance": acceptance}
+    asked = request(params, eos=eos, **chosen)
     done = run(parts(engine, drafters(seed), policy), asked)
     first, *rest = done.results
     assert first.prefill and len(first.committed) == 1 and not any(r.prefill for r in rest)
@@ -83,6 +87,13 @@ def test_counts_reconcile(wanted: int, seed: int, eos: frozenset[int], acceptanc
     assert stats.tokens == len(done.tokens) and stats.steps == len(rest)
     assert stats.verified == sum(d["verified"] for d in stats.by_drafter.values())
     assert stats.accepted == sum(d["accepted"] for d in stats.by_drafter.values())
+    assert stats.loosened == sum(d["loosened"] for d in stats.by_drafter.values())
+    assert stats.loosened <= stats.accepted
+    assert stats.nats_given_up == sum(r.spent for r in rest)
+    if budget:
+        assert stats.nats_per_token <= 0.5
+    elif acceptance in LOSSLESS:
+        assert stats.nats_given_up == stats.loosened == 0
     assert stats.plain_steps == sum(not r.verified for r in rest)
 
 
@@ -143,7 +154,8 @@ def test_drafters_are_told_every_token_once_and_asked_for_no_more_than_is_wanted
 
     def guess(generated: list[int], text: list[int], depth: int) -> Guess:
         assert text == [*PROMPT, *generated]
-        assert depth == 20 - len(generated) - 1  # the bonus token is one of those wanted
+        # The bonus token is one of those wanted.
+        assert depth == min(20 - len(generated) - 1, REACH)
         seen.append(tuple(generated))
         return scripted(TEXT)(generated, text, min(depth, 2))
 
@@ -155,6 +167,15 @@ def test_a_draft_deeper_than_what_is_wanted_does_no_harm() -> None:
     deep = ToyDrafter(lambda g, t, d: Guess(TEXT[len(g) :] + [0] * 30))
     done = run(parts(ToyEngine(TARGET), [deep]), request(PARAMS, limit=7))
     assert done.tokens == TEXT[:7]
+
+
+@pytest.mark.parametrize("token", [-1, TARGET.size])
+def test_ids_that_the_target_does_not_know_are_not_verified(token: int) -> None:
+    beyond = ToyDrafter(lambda g, t, d: Guess([*TEXT[len(g) : len(g) + 1], token]), "beyond")
+    right = ToyDrafter(scripted(TEXT), "right")
+    done = run(parts(ToyEngine(TARGET), [beyond, right]), request(PARAMS))
+    assert done.tokens == TEXT
+    assert {d.drafter for r in done.results for d in r.drafted} == {"right"}
 
 
 def test_an_engine_that_cannot_roll_back_is_run_plainly() -> None:

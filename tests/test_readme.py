@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from recording import record
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"<!-- runs in the tests(.*?) -->\n```python\n(.*?)```", README, re.S)
@@ -53,6 +55,8 @@ def test_command(line: str, smollm2_path: Path, tmp_path: Path) -> None:
     models = ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B")
     words = [str(smollm2_path) if w in models else w for w in words]
     words += BOUNDS.get(words[1], [])
+    if words[1] == "replay":
+        record(tmp_path / words[2], tokens=20)
     done = subprocess.run(
         [sys.executable, "-m", "draftwise.cli", *words[1:]],
         input="Hello\n/quit\n",

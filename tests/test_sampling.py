@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -46,6 +46,12 @@ def naive(row: FloatRow, temperature: float, k: int) -> tuple[int, float]:
     best = int(noisy.argmax())
     lead = float(noisy[best] - np.delete(noisy, best).max())
     return best, min(lead, 30.0)
+
+
+def ranked(sampler: Sampler, row: FloatRow, generated: Sequence[int] = ()) -> tuple[int, float]:
+    """(token, lead), from the two best."""
+    (token, _), (first, second) = sampler.ranking(row, generated, 2)
+    return token, min(first - second, 30.0)
 
 
 # noise
@@ -111,6 +117,13 @@ def test_uniforms_are_uniform_and_inside_the_open_interval() -> None:
 # the argmax
 
 
+def best(sampler: Sampler, row: np.ndarray, generated: list[int]) -> tuple[int, float]:
+    """The token and its lead over the next, as `ranking` has them."""
+    tokens, scores = sampler.ranking(row, generated, 2)
+    assert tokens[0] == sampler.token(row, generated)
+    return tokens[0], min(scores[0] - scores[1], 30.0) if len(scores) > 1 else 30.0
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_pruning_equals_the_full_argmax_and_its_lead(seed: int) -> None:
     for row in rows(seed):
@@ -118,7 +131,7 @@ def test_pruning_equals_the_full_argmax_and_its_lead(seed: int) -> None:
             sampler = Sampler(SamplingParams(temperature=temperature), seed)
             generated = [0] * (3 * seed)
             expected = naive(row, temperature, key(seed, len(generated)))
-            assert sampler.ranked(row, generated) == expected
+            assert best(sampler, row, generated) == pytest.approx(expected)
             assert sampler.token(row, generated) == expected[0]
 
 
@@ -127,14 +140,30 @@ def test_pruning_holds_where_tail_tokens_win() -> None:
     row = np.zeros(WIDE, np.float32)
     row[1234] = 11.0
     sampler = Sampler(SamplingParams(temperature=1.0), 3)
-    drawn = [sampler.ranked(row, [0] * i) for i in range(60)]
-    assert drawn == [naive(row, 1.0, key(3, i)) for i in range(60)]
+    drawn = [best(sampler, row, [0] * i) for i in range(60)]
+    for i, found in enumerate(drawn):
+        assert found == pytest.approx(naive(row, 1.0, key(3, i)))
     assert 5 < sum(token != 1234 for token, _ in drawn) < 55
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.05}])
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_the_ranking_is_that_of_all_perturbed_scores(options: dict[str, float], count: int) -> None:
+    for seed, row in enumerate(rows(count, 3_000)):
+        sampler = Sampler(SamplingParams(temperature=0.9, **options), seed)
+        ids, scores = sampler.support(row, [0, 0])
+        known = np.arange(ids) if isinstance(ids, int) else ids
+        noisy = scores.astype(np.float64) + gumbel(key(seed, 2), known)
+        order = np.argsort(-noisy, kind="stable")[:count]
+        order = order[noisy[order] > -np.inf]
+        tokens, found = sampler.ranking(row, [0, 0], count)
+        assert tokens == known[order].tolist()
+        assert found == pytest.approx(noisy[order].tolist())
 
 
 def test_greedy_is_the_argmax_and_its_lead() -> None:
     for row in rows(1, 4_000):
-        token, lead = Sampler(SamplingParams(), 0).ranked(row, [])
+        token, lead = best(Sampler(SamplingParams(), 0), row, [])
         assert token == int(row.argmax())
         assert lead == min(float(row[token]) - float(np.delete(row, token).max()), 30.0)
 
@@ -179,7 +208,7 @@ def test_what_is_masked_is_never_drawn(options: dict[str, float]) -> None:
     row = np.full(50, -np.inf, np.float32)
     row[31] = -5.0
     for seed in range(50):
-        assert Sampler(params, seed).ranked(row, []) == (31, 30.0)
+        assert best(Sampler(params, seed), row, []) == (31, 30.0)
     row[[4, 40]] = 0.0
     assert {Sampler(params, seed).token(row, []) for seed in range(300)} <= {4, 31, 40}
     assert (

@@ -180,12 +180,14 @@ class Guess(NamedTuple):
     tokens: Sequence[int]
     parents: Sequence[int] | None = None  # None: a chain
     q: Sequence[Q] | None = None  # None: points
+    features: Sequence[Features] | None = None  # None: nothing is known
 
     def draft(self, seq: SeqId, name: str) -> Draft:
         n = len(self.tokens)
         parents = range(-1, n - 1) if self.parents is None else self.parents
         q = [POINT] * n if self.q is None else self.q
-        return Draft(seq, name, tuple(self.tokens), tuple(parents), (Features(),) * n, tuple(q))
+        known = (Features(),) * n if self.features is None else tuple(self.features)
+        return Draft(seq, name, tuple(self.tokens), tuple(parents), known, tuple(q))
 
 
 # (generated so far, text with the prompt, depth asked for) -> guess
@@ -501,8 +503,8 @@ def walk(
         for token, parent in zip(draft.tokens, draft.parents, strict=True) if draft else ():
             paths.append([*paths[parent + 1], token])
         rows = ToyRows(target, paths)
-        for token, _ in rule(draft, NodeRows(rows.argmax, rows.row), sampler, generated):
-            generated = [*generated, token]
+        for choice in rule(draft, NodeRows(rows.argmax, rows.row), sampler, generated):
+            generated = [*generated, choice.token]
             if len(generated) == n:
                 break
     return tuple(generated)

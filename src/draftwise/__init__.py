@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .core import SamplingParams, UsageError
     from .hooks import custom_generate, generate
     from .result import Result, Stats
+    from .trace import Trace
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Result",
     "SamplingParams",
     "Stats",
+    "Trace",
     "UsageError",
     "custom_generate",
     "generate",
@@ -32,6 +34,7 @@ _HOMES = {
     "Result": "result",
     "SamplingParams": "core",
     "Stats": "result",
+    "Trace": "trace",
     "UsageError": "core",
     "custom_generate": "hooks",
     "generate": "hooks",

@@ -7,12 +7,14 @@ once; what was generated until then stays in `result`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterator
 
 from .core import StepResult, UsageError
 from .result import Result, Tally
 from .stopping import Stopper
+from .trace import Recorder
 
 
 class Call(Iterator[str]):
@@ -25,9 +27,10 @@ class Call(Iterator[str]):
         tally: Tally,
         cancel: threading.Event | None,
         ended: Callable[[int], None],
+        recorder: Recorder | None = None,
     ):
         self._steps, self._stopper, self._tally = steps, stopper, tally
-        self._cancel, self._ended = cancel, ended
+        self._cancel, self._ended, self._recorder = cancel, ended, recorder
         self._result: Result | None = None
         # Another thread may close the call while this one is in a step: the step then ends it.
         self._running, self._closing = threading.RLock(), False
@@ -35,12 +38,16 @@ class Call(Iterator[str]):
     def __next__(self) -> str:
         while self._result is None:
             step = self.step()
-            piece = self._stopper.take()
+            piece = self.take()
             if piece:
                 return piece
             if step is None:
                 break
         raise StopIteration
+
+    def take(self) -> str:
+        """The text that became safe to show and was not taken yet, for callers of `step`."""
+        return self._stopper.take()
 
     def step(self) -> StepResult | None:
         """One step of the request; None once it has ended."""
@@ -59,9 +66,12 @@ class Call(Iterator[str]):
         try:
             result = next(self._steps)
         except BaseException:
-            self._end("cancelled")
+            with contextlib.suppress(UsageError):  # a trace that cannot be written is not the cause
+                self._end("cancelled")
             raise
         self._tally.add(result)
+        if self._recorder is not None:
+            self._recorder.add(result)
         if result.finish is not None:
             next(self._steps, None)  # runs the generator to its end, which frees the caches
             self._end(result.finish)
@@ -74,6 +84,8 @@ class Call(Iterator[str]):
         stats = self._tally.stats()
         self._result = Result(stopper.text, tuple(stopper.tokens), stopper.finish or reason, stats)
         self._ended(stats.steps)
+        if self._recorder is not None:
+            self._recorder.end(self._result.finish_reason)
 
     def close(self) -> None:
         """Ends the request, after the step that another thread may be in; what was generated until
@@ -89,6 +101,11 @@ class Call(Iterator[str]):
         if self._result is None:
             self._steps.close()
             self._end("cancelled")
+
+    @property
+    def recording_seconds(self) -> float:
+        """What recording a trace took, which the result's seconds contain."""
+        return self._recorder.seconds if self._recorder is not None else 0.0
 
     @property
     def result(self) -> Result:

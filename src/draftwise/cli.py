@@ -1,12 +1,11 @@
-"""The command line: `draftwise demo`, `generate`, `chat`, `bench` and `profile`.
+"""The command line: `draftwise demo`, `generate`, `chat`, `bench`, `replay` and `profile`.
 
 What a program reads (text, JSON, tables) goes to stdout, what a person watches to stderr. Every
 error is one line: exit code 2 for what the user can mend, 1 for the rest, 130 after Ctrl-C.
 
 torch and transformers take over a second to import, so commands import them when they run. Options
-that several commands share are declared once, as types: a command's signature lists them, and
-`typer.Context.params` carries them to what reads them. Defaults of sampling options are those of
-SamplingParams; an option that was not given is None here.
+are declared in cli_options.py; `typer.Context.params` carries those that several commands share to
+what reads them.
 """
 
 from __future__ import annotations
@@ -15,24 +14,22 @@ import contextlib
 import io
 import json
 import os
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import typer
 
-from .config import read_config
+from . import cli_options as options
 from .core import SamplingParams, UsageError
 from .options import sampling_params
 
 if TYPE_CHECKING:
     from .api import Model
+    from .trace import Trace
 
 app = typer.Typer(
     add_completion=False,
@@ -41,72 +38,13 @@ app = typer.Typer(
     "every step.",
 )
 
-METHODS = ("plain", "auto", "fixed:5", "hf-plain", "hf-lookup")
 COMMANDS = "/quit ends, /reset forgets the conversation, /stats shows the last answer's figures"
-
-
-_MODEL, _SAMPLING = "Model", "Sampling"
-
-
-def _option(help: str, default: str, metavar: str | None = None, panel: str = _SAMPLING) -> Any:
-    return typer.Option(help=help, show_default=default, metavar=metavar, rich_help_panel=panel)
-
-
-_SOURCE, _TARGET = "A Hugging Face id, model folder or .gguf file.", "SmolLM2-135M-Instruct"
-_DRAFT = "A draft model with the target's tokenizer."
-_DTYPE, _DEVICE = "float32, bfloat16 or float16.", "cpu, cuda, cuda:1 and so on."
-Target = Annotated[str | None, _option(_SOURCE, _TARGET, "MODEL", _MODEL)]
-DraftModel = Annotated[str | None, _option(_DRAFT, "none", "MODEL", _MODEL)]
-Drafters = Annotated[str, _option("Drafters, or 'none'.", "lookup,suffix", "NAMES", _MODEL)]
-PolicyName = Annotated[str, _option("auto, plain or fixed:K.", "auto", "NAME", _MODEL)]
-Acceptance = Annotated[str, _option("coupled or rejection.", "coupled", "RULE", _MODEL)]
-Dtype = Annotated[str | None, _option(_DTYPE, "the checkpoint's", "DTYPE", _MODEL)]
-Device = Annotated[str | None, _option(_DEVICE, "cuda if present", "DEVICE", _MODEL)]
-_THREADS = typer.Option(min=1, max=1024, help="CPU threads.", rich_help_panel=_MODEL)
-Threads = Annotated[int | None, _THREADS]
-_CONFIG = "TOML or JSON file of options by name; the command line wins over it."
-_ReadFile = typer.Option(
-    metavar="FILE", exists=True, dir_okay=False, is_eager=True, callback=read_config, help=_CONFIG
-)
-Config = Annotated[Path | None, _ReadFile]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Version = Annotated[bool, typer.Option("--version", help="Print the version.")]
-
-MaxNewTokens = Annotated[int | None, _option("At most this many new tokens.", "256")]
-MinNewTokens = Annotated[int | None, _option("No end of text before.", "0")]
-Temperature = Annotated[float | None, _option("0 is greedy.", "0")]
-TopK = Annotated[int | None, _option("Keep the K best tokens; 0 is off.", "0")]
-TopP = Annotated[float | None, _option("Keep this much probability; 1 is off.", "1")]
-MinP = Annotated[float | None, _option("Keep this share of the best's probability.", "0")]
-Repetition = Annotated[float | None, _option("Divides the logits of seen tokens.", "1")]
-Presence = Annotated[float | None, _option("Subtracted from generated tokens.", "0")]
-Frequency = Annotated[float | None, _option("Subtracted for every occurrence.", "0")]
-Stop = Annotated[list[str] | None, _option("Ends the text; repeatable.", "none")]
-Seed = Annotated[int | None, _option("Makes sampling repeatable.", "random")]
-
-Prompt = Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads stdin.")]
-Raw = Annotated[bool, typer.Option("--raw", help="Do not use the chat template.")]
-StatsLine = Annotated[bool, typer.Option("--stats", help="A line of figures on stderr.")]
-System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")]
-Length = Annotated[int, typer.Option(min=2, help="New tokens for every prompt.")]
-Refresh = Annotated[bool, typer.Option("--refresh", help="Measure again.")]
-
-_PROMPTS = typer.Option(metavar="FILE", exists=True, dir_okay=False, help="JSON lines of prompts.")
-_OUT = typer.Option("--json", metavar="OUT", dir_okay=False, help="Write the report there.")
-Prompts = Annotated[Path | None, _PROMPTS]
-Out = Annotated[Path | None, _OUT]
-PerCategory = Annotated[int, typer.Option(min=1, help="Prompts of each category.")]
-_AMONG = f"{','.join(METHODS)}, and hf-assisted with a draft model"
-Methods = Annotated[str | None, _option("Comma-separated.", _AMONG, "NAMES", "Options")]
-Warmth = Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy.")]
-FirstSeed = Annotated[int, typer.Option("--seed", help="Seed of every prompt.")]
-Fresh = Annotated[bool, typer.Option("--fresh/--resume", help="Begin anew, or go on from OUT.")]
 
 
 @app.callback(invoke_without_command=True)
 def _root(
     ctx: typer.Context,
-    version: Version = False,
+    version: options.Version = False,
 ) -> None:
     if version:
         from . import __version__
@@ -118,63 +56,52 @@ def _root(
 
 @app.command()
 def demo(
-    target: Target = None,
-    draft: DraftModel = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    threads: Threads = None,
-    max_new_tokens: Length = 96,
-    as_json: Json = False,
+    target: options.Target = None,
+    draft: options.DraftModel = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    threads: options.Threads = None,
+    max_new_tokens: options.Length = 96,
+    as_json: options.Json = False,
 ) -> None:
     """Run plain and auto side by side on four short prompts."""
-    from .show import demo as run
+    from .demo import demo as run
 
     _threads(threads)
     report = run(target, draft, dtype, device, max_new_tokens, as_json)
     if as_json:
         print(json.dumps(report))
+    if report["interrupted"]:
+        raise typer.Exit(130)
 
 
 @app.command()
+@options.sharing(options.Loading, options.Sampling, options.Recording)
 def generate(
     ctx: typer.Context,
-    prompt: Prompt = None,
-    target: Target = None,
-    draft: DraftModel = None,
-    drafters: Drafters = "lookup,suffix",
-    policy: PolicyName = "auto",
-    acceptance: Acceptance = "coupled",
-    dtype: Dtype = None,
-    device: Device = None,
-    threads: Threads = None,
-    max_new_tokens: MaxNewTokens = None,
-    min_new_tokens: MinNewTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: Repetition = None,
-    presence_penalty: Presence = None,
-    frequency_penalty: Frequency = None,
-    stop: Stop = None,
-    seed: Seed = None,
-    raw: Raw = False,
-    stats: StatsLine = False,
-    as_json: Json = False,
-    config: Config = None,
+    prompt: options.Prompt = None,
+    raw: options.Raw = False,
+    stats: options.StatsLine = False,
+    explain: options.Explain = False,
+    as_json: options.Json = False,
 ) -> None:
     """Generate from one prompt and stream the text to stdout."""
     from . import show
 
     params = _sampling(ctx)
-    text = _prompt(prompt)
-    with _load(ctx) as model, interruptible() as cancel:
+    text, trace = _prompt(prompt), _shared_trace(ctx, "generate")
+    with _load(ctx) as model, show.interruptible() as cancel:
         chat = not raw and getattr(model.tokenizer, "chat_template", None)
         ids = model.encode([{"role": "user", "content": text}] if chat else text)
-        with model.start(ids, params, cancel=cancel) as call:
-            result = show.stream(call, silent=as_json)
+        with model.start(ids, params, cancel=cancel, trace=trace) as call:
+            if explain:
+                from .explain import stream
+
+                result, steps = stream(call, model, silent=as_json)
+            else:
+                result, steps = show.stream(call, silent=as_json), None
     if as_json:
-        print(json.dumps(show.answer(result)))
+        print(json.dumps(show.answer(result) | ({"explain": steps} if explain else {})))
     if stats:
         show.say(show.figures(result.stats))
     if cancel.is_set():
@@ -182,54 +109,37 @@ def generate(
 
 
 @app.command()
+@options.sharing(options.Loading, options.Sampling, options.Recording)
 def chat(
     ctx: typer.Context,
-    target: Target = None,
-    draft: DraftModel = None,
-    drafters: Drafters = "lookup,suffix",
-    policy: PolicyName = "auto",
-    acceptance: Acceptance = "coupled",
-    dtype: Dtype = None,
-    device: Device = None,
-    threads: Threads = None,
-    max_new_tokens: MaxNewTokens = None,
-    min_new_tokens: MinNewTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: Repetition = None,
-    presence_penalty: Presence = None,
-    frequency_penalty: Frequency = None,
-    stop: Stop = None,
-    seed: Seed = None,
-    system: System = None,
-    as_json: Json = False,
-    config: Config = None,
+    system: options.System = None,
+    as_json: options.Json = False,
 ) -> None:
     """Talk with the model; each line of stdin is one message. /quit or Ctrl-D ends it."""
-    params = _sampling(ctx)
+    params, trace = _sampling(ctx), _shared_trace(ctx, "chat")
     opening = [] if system is None else [{"role": "system", "content": system}]
     with _load(ctx) as model:
         if not getattr(model.tokenizer, "chat_template", None):
             raise UsageError("this model has no chat template: use `draftwise generate`")
-        _converse(model, params, opening, as_json)
+        _converse(model, params, opening, as_json, trace)
 
 
 @app.command()
 def bench(
-    target: Target = None,
-    draft: DraftModel = None,
-    prompts: Prompts = None,
-    per_category: PerCategory = 4,
-    max_new_tokens: Length = 128,
-    methods: Methods = None,
-    out: Out = None,
-    temperature: Warmth = 0.0,
-    seed: FirstSeed = 0,
-    dtype: Dtype = None,
-    threads: Threads = None,
-    fresh: Fresh = False,
+    target: options.Target = None,
+    draft: options.DraftModel = None,
+    prompts: options.Prompts = None,
+    per_category: options.PerCategory = 4,
+    max_new_tokens: options.Length = 128,
+    methods: options.Methods = None,
+    out: options.Out = None,
+    temperature: options.Warmth = 0.0,
+    seed: options.FirstSeed = 0,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    fresh: options.Fresh = False,
+    trace: options.BenchTrace = None,
+    trace_shadow: options.TraceShadow = False,
 ) -> None:
     """Measure methods against each other, prompt by prompt."""
     from rich.console import Console
@@ -237,10 +147,12 @@ def bench(
     from .bench.report import table
     from .bench.run import BenchOptions, run
 
-    chosen = tuple(m.strip() for m in methods.split(",") if m.strip()) if methods else METHODS
+    chosen = (
+        tuple(m.strip() for m in methods.split(",") if m.strip()) if methods else options.METHODS
+    )
     if methods is None and draft is not None:
-        chosen = (*METHODS, "hf-assisted")
-    options = BenchOptions(
+        chosen = (*options.METHODS, "hf-assisted")
+    wanted = BenchOptions(
         target=target,
         draft=draft,
         prompts=prompts,
@@ -253,20 +165,52 @@ def bench(
         dtype=dtype,
         threads=threads,
         fresh=fresh,
+        trace=_trace(trace, trace_shadow, draft is not None),
     )
-    report = run(options, Console(stderr=True))
+    report = run(wanted, Console(stderr=True))
     Console().print(table(report))
 
 
 @app.command()
+def replay(
+    trace: options.TracePath,
+    policy: options.Policies = None,
+    cost: options.Costs = None,
+    calibration: options.Calibration = False,
+    plot: options.Plot = None,
+    markdown: options.Markdown = False,
+    out: options.Out = None,
+) -> None:
+    """Run policies over a recorded trace, on a clock of cost curves, without a model."""
+    from rich.console import Console
+
+    from .bench.replayed import as_markdown, tables
+    from .bench.studies import ReplayOptions, run
+
+    wanted = ReplayOptions(
+        trace,
+        policies=tuple(policy or ("auto",)),
+        costs=tuple(cost or ("trace",)),
+        calibration=calibration,
+        plot=plot,
+        out=out,
+    )
+    report = run(wanted, Console(stderr=True))
+    if markdown:
+        print(as_markdown(report))
+    else:
+        Console().print(tables(report))
+
+
+@app.command()
 def profile(
-    target: Target = None,
-    draft: DraftModel = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    threads: Threads = None,
-    refresh: Refresh = False,
-    as_json: Json = False,
+    target: options.Target = None,
+    draft: options.DraftModel = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    threads: options.Threads = None,
+    refresh: options.Refresh = False,
+    as_json: options.Json = False,
 ) -> None:
     """Print the measured cost curve: milliseconds of a forward by width and context."""
     from . import show
@@ -284,6 +228,31 @@ def profile(
 def _sampling(ctx: typer.Context) -> SamplingParams:
     """The sampling options of a command, checked before anything is loaded."""
     return sampling_params({f.name: ctx.params.get(f.name) for f in fields(SamplingParams)})
+
+
+def _shared_trace(ctx: typer.Context, label: str) -> Trace | None:
+    """What the options of `Recording` ask for."""
+    given = ctx.params
+    draft = given["draft"] is not None
+    return _trace(given["trace"], given["trace_shadow"], draft, given["trace_text"], label)
+
+
+def _trace(
+    path: Path | None, shadow: bool, draft: bool, text: bool = False, label: str = ""
+) -> Trace | None:
+    """The trace to record, checked before anything is loaded."""
+    if path is None:
+        if shadow or text:
+            raise UsageError("--trace-shadow and --trace-text need --trace FILE")
+        return None
+    from .bench.traces import check_writable
+    from .trace import Trace
+
+    if shadow and not draft:
+        raise UsageError("--trace-shadow needs a draft model: name one with --draft")
+    trace = Trace(path, shadow, text, label)
+    check_writable(Path(trace.path))
+    return trace
 
 
 def _prompt(prompt: str | None) -> str:
@@ -322,19 +291,19 @@ def _threads(threads: int | None) -> None:
 def _load(ctx: typer.Context) -> Model:
     """The model that the options name; names are checked before any weights are read."""
     from . import show
-    from .accept import RULES
+    from .accept import check as check_acceptance
     from .api import load
-    from .policy import Costs, make
+    from .memory import parse_size
+    from .policy import Costs, Goal, make
     from .policy.cost import CostCurve
 
     chosen = ctx.params
     drafters, draft = _drafters(chosen["drafters"]), chosen["draft"]
     serial = {} if draft is None else {"model": CostCurve()}
-    make(chosen["policy"], Costs(CostCurve(), serial, (*drafters, *serial)))
-    if chosen["acceptance"] not in RULES:
-        raise UsageError(
-            f"unknown acceptance {chosen['acceptance']!r}: choose among {', '.join(RULES)}"
-        )
+    goal = Goal(chosen["objective"], chosen["max_slowdown"])
+    make(chosen["policy"], Costs(CostCurve(), serial, (*drafters, *serial)), goal)
+    parse_size(chosen["draft_memory"])
+    check_acceptance(chosen["acceptance"], chosen["quality_budget"])
     _threads(chosen["threads"])
     show.watched(f"Loading {show.named(chosen['target'])}" + (f" and {draft}" if draft else ""))
     model = load(
@@ -342,11 +311,15 @@ def _load(ctx: typer.Context) -> Model:
         drafters if draft is None else [*drafters, draft],
         policy=chosen["policy"],
         acceptance=chosen["acceptance"],
+        quality_budget=chosen["quality_budget"],
+        objective=chosen["objective"],
+        max_slowdown=chosen["max_slowdown"],
+        draft_memory=chosen["draft_memory"],
         dtype=chosen["dtype"],
         device=chosen["device"],
     )
-    if model.note:
-        show.say(model.note)
+    if model.engine.caps.rollback != "free":  # other notes are in the log already
+        show.say(str(model.note))
     return model
 
 
@@ -364,25 +337,12 @@ def _drafters(names: str) -> list[str]:
     return chosen
 
 
-@contextlib.contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, so that a text ends between two steps; pressed twice it interrupts."""
-    cancel = threading.Event()
-
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        if cancel.is_set():
-            raise KeyboardInterrupt
-        cancel.set()
-
-    previous = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield cancel
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
 def _converse(
-    model: Model, params: SamplingParams, opening: list[dict[str, str]], as_json: bool
+    model: Model,
+    params: SamplingParams,
+    opening: list[dict[str, str]],
+    as_json: bool,
+    trace: Trace | None,
 ) -> None:
     from . import show
 
@@ -406,8 +366,8 @@ def _converse(
             try:
                 ids = model.encode(asked)
                 with (
-                    interruptible() as cancel,
-                    model.start(ids, params, reuse=True, cancel=cancel) as call,
+                    show.interruptible() as cancel,
+                    model.start(ids, params, reuse=True, cancel=cancel, trace=trace) as call,
                 ):
                     last = show.stream(call, silent=as_json)
             except UsageError as error:  # such as a conversation longer than the context

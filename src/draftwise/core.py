@@ -61,6 +61,11 @@ class Features(NamedTuple):
     `other`: the node was copied from another request's text (retrieval).
     `prob`: the drafter's own probability of its best token, after processing (models, greedy).
     `margin`: gap between the drafter's two best perturbed scores, in nats (models, sampling).
+    `entropy`: of the drafter's processed distribution, in nats (models, where `prob` is known).
+    These three are -1 where they are not known; `prob` and `entropy` depend on the distribution
+    alone, never on the token drawn from it, so that a draft may end by them.
+    `rank`: 0 for the drafter's choice, 1 and up for its next best (then `prob` is the node's own
+    and `margin` what it lacks to the choice).
     """
 
     match: int = 0
@@ -68,11 +73,18 @@ class Features(NamedTuple):
     other: bool = False
     prob: float = -1.0
     margin: float = -1.0
+    entropy: float = -1.0
+    rank: int = 0
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens of one sequence; all tuples have one entry a node (see the module)."""
+    """Proposed tokens of one sequence; all tuples have one entry a node (see the module).
+
+    `after`: tokens that must come before the draft's first node and are not part of it; such a
+    draft continues another one. `sources`: who proposed each node, where drafts were merged.
+    `forwards`: the widths of the forwards that a model ran for it, catching up included.
+    """
 
     seq: SeqId
     drafter: str
@@ -81,6 +93,9 @@ class Draft:
     features: tuple[Features, ...]
     q: tuple[Q, ...]
     survival: tuple[float, ...] = ()
+    after: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+    forwards: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -102,6 +117,24 @@ class Draft:
             self.features[:n],
             self.q[:n],
             tuple(survival[:n]),
+            self.after,
+            self.sources[:n],
+        )
+
+    def main(self) -> Draft:
+        """The main chain: from the root to each node's first child."""
+        if self.is_chain:
+            return self
+        kept: list[int] = []
+        while children := self.children(kept[-1] if kept else -1):
+            kept.append(children[0])
+        return chain(
+            self.seq,
+            self.drafter,
+            [self.tokens[i] for i in kept],
+            [self.features[i] for i in kept],
+            [self.q[i] for i in kept],
+            self.after,
         )
 
     def children(self, node: int) -> Sequence[int]:
@@ -127,6 +160,7 @@ def chain(
     tokens: Sequence[int],
     features: Sequence[Features],
     q: Sequence[Q] | None = None,
+    after: tuple[int, ...] = (),
 ) -> Draft:
     """A draft in which every node continues the one before it; point masses unless q is given."""
     n = len(tokens)
@@ -137,6 +171,7 @@ def chain(
         tuple(range(-1, n - 1)),
         tuple(features),
         tuple(q or [POINT] * n),
+        after=after,
     )
 
 
@@ -236,15 +271,24 @@ class Request:
     reuse: bool = False  # keep the caches for a later request with the same beginning
     processors: tuple[LogitsProcessor, ...] = ()
     device: Any = None  # where processors expect their tensors
+    quality_budget: float = 0.0  # nats a token that may be given up (accept/loosen.py)
+
+    @property
+    def draws(self) -> bool:
+        """Does its rule judge drafts by the q that they were drawn from?"""
+        return self.acceptance in ("rejection", "block") and not self.params.greedy
 
 
 @dataclass(frozen=True)
 class Ask:
-    """The policy's wish: this drafter, at most `depth` tokens."""
+    """The policy's wish: this drafter, at most `depth` tokens in a row, continuing the text and the
+    tokens `after` it; beside every node of its main chain also its `siblings` next best."""
 
     seq: SeqId
     drafter: str
     depth: int
+    after: tuple[int, ...] = ()
+    siblings: int = 0
 
 
 @dataclass(frozen=True)
@@ -279,7 +323,9 @@ class StepResult:
     `rest` (retrieval, policy, acceptance). `drafted` are the drafts that existed, verified or not;
     `accepted` counts draft tokens in `committed`, `verified` those in the forward; `asked` is the
     serial drafter that drafted and `stale` what it had to catch up with. `prefill` marks the result
-    that carries the prompt's pass and the first token, of which `reused` tokens were cached."""
+    that carries the prompt's pass and the first token, of which `reused` tokens were cached.
+    `loosened` counts accepted tokens that were not the target's own choice, `spent` the nats that
+    they gave up."""
 
     seq: SeqId
     plan: StepPlan
@@ -295,6 +341,9 @@ class StepResult:
     finish: str | None = None
     prefill: bool = False
     reused: int = 0
+    spent: float = 0.0
+    loosened: int = 0
+    path: tuple[int, ...] = ()  # the accepted nodes of the plan's draft
 
     @property
     def verified(self) -> int:

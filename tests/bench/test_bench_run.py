@@ -62,9 +62,9 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], str]]:
         method = original(spec, *rest)
         inner = method.generate
 
-        def generate(prompt: Any, limit: int) -> Outcome:
+        def generate(prompt: Any, limit: int, trace: Any = None) -> Outcome:
             seen.append((tuple(prompt), spec.name))
-            return inner(prompt, limit)
+            return inner(prompt, limit, trace)
 
         method.generate = generate  # type: ignore[method-assign]
         return method
@@ -214,6 +214,22 @@ def test_a_policy_is_given_only_drafters_it_can_use() -> None:
     assert parse("fixed:4:suffix", names, True).drafters == ("suffix",)
     assert parse("fixed:4+suffix", names, True).drafters == ("suffix",)
     assert parse("auto+model", names, True).drafters == ("model",)
+    assert parse("bandit", names, True).drafters == (*names, "model")
+    assert parse("bandit:suffix", names, True).drafters == ("suffix",)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "drafter"),
+    [
+        ("specdec++", "specdec++", "model"),
+        ("specdec++:0.5", "specdec++:0.5", "model"),
+        ("specdec+++suffix", "specdec++", "suffix"),
+        ("specdec++:0.5+suffix", "specdec++:0.5", "suffix"),
+    ],
+)
+def test_plus_signs_of_a_policy_s_own_name(name: str, policy: str, drafter: str) -> None:
+    spec = parse(name, ("lookup", "suffix"), True)
+    assert (spec.policy, spec.drafters) == (policy, (drafter,))
 
 
 def test_no_method_sees_what_another_one_wrote(loaded: Loaded, tmp_path: Path) -> None:

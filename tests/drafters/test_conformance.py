@@ -129,6 +129,61 @@ def test_a_rejected_draft_leaves_no_trace(name: str) -> None:
     assert_same(propose(drafter), propose(fresh))
 
 
+# Places that a text may come back to: one that goes on in one way, one that goes on in two.
+ONCE, TWICE = list(range(100, 140)), [11, 1, 2, 3, 13, 14, 15, 16, 17, 12, 1, 2, 4, 18, 19, 20, 21]
+
+
+@pytest.mark.parametrize("siblings", [0, 3])
+@pytest.mark.parametrize("place", [ONCE, TWICE])
+def test_what_comes_after_tokens_is_as_if_they_had_been_observed(
+    name: str, place: list[int], siblings: int
+) -> None:
+    """Where the text held what they repeat: they are not indexed themselves."""
+    asked = BUILDERS[name]()
+    if asked.serial:
+        return  # a model's draft begins at the end of the text
+    start(asked, [*place, 50])
+    for at in range(5):
+        for length in range(1, 4):
+            after, told = tuple(place[at : at + length]), BUILDERS[name]()
+            start(told, [*place, 50, *place[: at + length]], len(place) + 1)
+            (one,) = asked.propose([Ask(0, name, 4, after, siblings)], never)
+            (two,) = told.propose([Ask(0, name, 4, siblings=siblings)], never)
+            assert (one.tokens, one.parents) == (two.tokens, two.parents)
+            assert one.features == two.features
+            assert one.after == after and two.after == ()
+            assert list(one.main().tokens) == place[at + length :][:4]
+        asked.observe(0, place[at : at + 1])
+
+
+def never(of: int, features: Features) -> bool:
+    return False
+
+
+def test_asking_for_more_changes_no_later_proposal(name: str) -> None:
+    asked, silent = BUILDERS[name](), BUILDERS[name]()
+    for drafter in (asked, silent):
+        start(drafter, TEXT[:10])
+    for i, token in enumerate(TEXT[10:]):
+        after = () if asked.serial else tuple(TEXT[i : i + i % 4])
+        for siblings in (0, 3):
+            asked.propose([Ask(0, name, 1 + i % 7, after, siblings)], never)
+        assert_same(propose(asked), propose(silent))
+        for drafter in (asked, silent):
+            drafter.observe(0, [token])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_siblings_stand_beside_the_same_main_chain(name: str, temperature: float) -> None:
+    drafter = BUILDERS[name]()
+    start(drafter, TEXT, 25, temperature=temperature)
+    (bushy,) = drafter.propose([Ask(0, name, 6, siblings=3)], lambda of, features: True)
+    bare = propose(drafter)
+    assert bare is not None and bushy.main().tokens[: len(bare.tokens)] == bare.tokens
+    children = list(zip(bushy.parents, bushy.tokens, strict=True))
+    assert len(set(children)) == len(children)
+
+
 def test_nothing_of_a_request_reaches_the_next_shorter_one(name: str) -> None:
     used, fresh = FORGETFUL[name](), FORGETFUL[name]()
     start(used, random_ids(200, seed=4) + TEXT)
@@ -171,6 +226,21 @@ def test_closing_forgets_the_sequence(name: str) -> None:
     drafter.close(0)  # a request that ends before it met the drafter is closed too
     start(drafter, [1, 2, 1])
     propose(drafter)
+
+
+def test_memory_counts_what_a_sequence_holds(name: str) -> None:
+    drafter = FORGETFUL[name]()
+    before = drafter.memory()
+    assert isinstance(before, int) and before >= 0
+    start(drafter, random_ids(100))
+    propose(drafter)
+    short = drafter.memory()
+    start(drafter, random_ids(400, seed=2), seq=1)
+    propose(drafter, seq=1)
+    assert drafter.memory() - short > short - before > 0
+    drafter.close(1)
+    drafter.close(0)
+    assert drafter.memory() == before
 
 
 @pytest.mark.parametrize("prompt", [[7], [7, 7], [0], [VOCABULARY - 1]])

@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from scipy.stats import entropy
 from transformers import PreTrainedModel
 
 import draftwise
 from conftest import CONTEXT, VOCABULARY, plain_ids, random_ids, shared_model, tiny_model
 from draftwise import Model, SamplingParams, UsageError
-from draftwise.core import Ask, Draft, Request
+from draftwise.accept import RULES
+from draftwise.core import Ask, Dense, Draft, Point, Request
 from draftwise.drafters.model import PROMPT, ModelDrafter
 from draftwise.engines.transformers import TransformersEngine
+from toy import Guess, ToyDrafter
 
 SAMPLING = {"greedy": {}, "sampled": {"temperature": 0.9, "seed": 5}}
 
@@ -79,6 +82,41 @@ def test_under_rejection_the_targets_own_weights_are_accepted_every_time(
         random_ids(10), policy="fixed:5", max_new_tokens=120, temperature=0.9, seed=5
     )
     assert result.stats.acceptance == 1.0
+
+
+def test_greedy_features_are_those_of_the_softmax(llama: PreTrainedModel) -> None:
+    prompt, eos = random_ids(10), 7
+    for least in (0, 5):  # with tokens still wanted, the end of the text is forbidden
+        drafter = drafter_of(llama)
+        params = SamplingParams(min_new_tokens=least)
+        drafter.open(0, Request(0, tuple(prompt), params, seed=1, eos=frozenset([eos])))
+        (draft,) = drafter.propose([Ask(0, "model", 3)], lambda of, features: True)
+        for n, feature in enumerate(draft.features):
+            with torch.no_grad():
+                ids = torch.tensor([[*prompt, *draft.tokens[:n]]])
+                row = llama(input_ids=ids).logits[0, -1].double()
+            if least:
+                row[eos] = -torch.inf
+            p = row.softmax(-1)
+            assert feature.prob == pytest.approx(float(p.max()), rel=1e-4)
+            assert feature.entropy == pytest.approx(float(torch.special.entr(p).sum()), rel=1e-4)
+
+
+def test_when_drawing_the_features_are_those_of_q(llama: PreTrainedModel) -> None:
+    drafter = drafter_of(llama)
+    params = SamplingParams(temperature=0.7, top_k=20)
+    drafter.open(0, Request(0, tuple(random_ids(10)), params, seed=1, acceptance="rejection"))
+    draft = drafted(drafter, 6)
+    for feature, q in zip(draft.features, draft.q, strict=True):
+        assert isinstance(q, Dense)
+        assert feature.prob == q.probs.max()
+        assert feature.entropy == pytest.approx(entropy(q.probs))
+
+
+def test_under_coupled_sampling_only_the_margin_is_known(llama: PreTrainedModel) -> None:
+    drafter = drafter_of(llama)
+    drafter.open(0, request(random_ids(10), temperature=0.7))
+    assert all(f.prob == f.entropy == -1 and f.margin >= 0 for f in drafted(drafter, 4).features)
 
 
 @pytest.mark.parametrize("prompt", [1, 3, 20, PROMPT + 20])
@@ -333,7 +371,20 @@ def test_the_draft_models_context_is_its_own() -> None:
     assert drafter.room(0) == CONTEXT - 20
 
 
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize("acceptance", sorted(RULES))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_it_draws_only_for_the_rules_that_judge_by_q(
+    llama: PreTrainedModel, acceptance: str, temperature: float
+) -> None:
+    drafter = drafter_of(llama)
+    params = SamplingParams(temperature=temperature)
+    drafter.open(0, Request(0, tuple(random_ids(8)), params, seed=1, acceptance=acceptance))
+    draft = drafted(drafter, 4)
+    draws = acceptance in ("rejection", "block") and temperature > 0
+    assert all(isinstance(q, Dense if draws else Point) for q in draft.q)
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection", "block"])
 def test_only_common_ids_are_drafted_where_the_request_has_no_others(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, acceptance: str
 ) -> None:
@@ -389,3 +440,27 @@ def test_an_index_that_is_drafted_again_gets_new_noise(
         drafter.observe(0, [(draft.tokens[0] + 1) % VOCABULARY])
     assert len(keys) == 24
     assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("kind", ["empty", "deep", "tree"])
+def test_whatever_guesses_the_draft_is_the_same(llama: PreTrainedModel, kind: str) -> None:
+    text = random_ids(10)
+    alone = drafter_of(llama)
+    alone.open(0, request(text))
+    expected = drafted(alone, 6)
+    drafter, right = drafter_of(llama), expected.tokens
+
+    def guess(generated: list[int], known: list[int], depth: int) -> Guess:
+        at = len(known) - len(text)
+        if kind == "empty":
+            return Guess([])
+        if kind == "deep":
+            return Guess([*right[at:], *random_ids(100)])
+        return Guess([7, *right[at : at + 1]], [-1, -1][: 1 + len(right[at : at + 1])])
+
+    guesser = ToyDrafter(guess, "guesser")
+    guesser.open(0, request(text))
+    drafter.guess_with([guesser], lambda width, context: 1.0)
+    drafter.open(0, request(text))
+    assert drafted(drafter, 6).tokens == right
+    assert max(drafted(drafter, 6).forwards) <= len(text) + 6

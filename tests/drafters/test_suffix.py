@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from conftest import random_ids
 from draftwise.core import Ask, Draft, Request, SamplingParams
-from draftwise.drafters.suffix import BREAK, CHAIN, LONGEST, Automaton, Suffix
+from draftwise.drafters.suffix import BREAK, CHAIN, LONGEST, Automaton, Growth, Suffix
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=CHAIN - 4)
 
@@ -91,7 +91,9 @@ def test_each_node_is_the_most_frequent_continuation_and_reports_its_share(
     if link <= 0:
         return
     known = text[len(text) - made.length[link] :]
-    tokens, features = made.follow(link, made.length[link], depth)
+    growth = Growth()
+    made.follow(growth, -1, link, made.length[link], depth)
+    tokens, features = growth.tokens, growth.features
     assert 1 <= len(tokens) <= depth
     for token, feature in zip(tokens, features, strict=True):
         while not any(occurrences(text, [*known, t]) for t in set(text)):

@@ -124,7 +124,7 @@ def test_commit_refuses_what_is_no_beginning_of_the_chain(llama: PreTrainedModel
     for path in ((1,), (0, 2), (0, 1, 2, 3)):
         with pytest.raises(ValueError, match="first rows"):
             engine.commit(0, path)
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(ValueError, match="committed"):
         engine.forward([Verify(0, (4, 5, 6), parents=(0, 0))])
     with pytest.raises(ValueError, match="open already"):
         engine.open(0, [1])
@@ -219,6 +219,15 @@ def test_the_same_prompt_again_leaves_one_token_to_run(llama: PreTrainedModel) -
         np.testing.assert_allclose(rows.row(0), reference(llama, prompt)[-1], atol=TOLERANCE)
         engine.close(1, keep=True)
         assert reused <= len(prompt) - 1
+
+
+def test_opening_with_nothing_yet_leaves_nothing_of_a_kept_cache(llama: PreTrainedModel) -> None:
+    engine, text = TransformersEngine(llama), random_ids(22)
+    prefill(engine, 0, text)
+    engine.close(0, keep=True)
+    assert engine.open(1, ()) == 0
+    row = engine.forward([PrefillChunk(1, tuple(text[:5]))])[0].row(0)
+    np.testing.assert_allclose(row, reference(llama, text[:5])[-1], atol=TOLERANCE)
 
 
 def test_rows_between_forward_and_commit_are_not_kept(chain_model: PreTrainedModel) -> None:

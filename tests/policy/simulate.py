@@ -6,7 +6,6 @@ text goes on with, so speed-ups are exact numbers and do not depend on the machi
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -147,6 +146,7 @@ class Outcome:
     plain: float
     steps: list[StepResult]
     policy: Policy
+    requests: list[float]  # speed-up of each
 
     @property
     def speedup(self) -> float:
@@ -168,7 +168,6 @@ def simulate(
     """Generates `requests` texts of `tokens` each. `change(step, engine)` may alter the world;
     `told` is the curve that the policy begins with, if it is not the true one."""
     clock = Clock()
-    monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=clock.perf_counter))
     text = [int(t) for t in np.random.default_rng(5).integers(10, 99, tokens + 8)]
     engine = TextEngine(text, price, clock)
     drafters = {d.name: d for d in make_drafters(text, clock)}
@@ -176,8 +175,9 @@ def simulate(
     serial = {name: draft_curve for name, d in drafters.items() if d.serial}
     target = CostCurve([(Shape(w, 4), (told or price)(w)) for w in WIDTHS])
     chosen = make(policy, Costs(target, serial, tuple(drafters)))
-    parts = loop.Parts(engine, drafters, chosen, Turn())
-    seconds, steps = 0.0, []
+    parts = loop.Parts(engine, drafters, chosen, Turn(), clock.perf_counter)
+    seconds, steps, speedups = 0.0, [], []
+    once = (tokens - 1) * price(1)
     for seq in range(requests):
         request = Request(seq, tuple(text[:4]), SamplingParams(), 0, limit=tokens)
         stopper = Stopper(None, text[:4], tokens)
@@ -190,5 +190,6 @@ def simulate(
             if change is not None:
                 change(len(steps), engine)
         seconds += clock.now - start
+        speedups.append(once / (clock.now - start))
         assert stopper.tokens == text[4 : 4 + tokens]
-    return Outcome(seconds, requests * (tokens - 1) * price(1), steps, chosen)
+    return Outcome(seconds, requests * once, steps, chosen, speedups)

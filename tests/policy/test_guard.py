@@ -42,3 +42,20 @@ def test_the_loss_of_any_run_is_bounded_whatever_is_tried():
         else:
             guard.learn(1.0, plain=1.0)
     assert guard.spent <= 1.02 * guard.plain
+
+
+def test_no_request_is_made_to_pay_for_what_others_earned():
+    guard = Guard(0.02)
+    guard.learn(100.0, 300.0)  # the run has earned much
+    assert guard.allows(50.0, 1.0)
+    lost = 0
+    while guard.allows_request(7, 1.0, 1.0):
+        guard.learn_request(7, 2.0, 1.0)
+        lost += 1
+    assert 4 <= lost <= 8
+    assert guard.allows_request(8, 1.0, 1.0)
+    for _ in range(100):
+        guard.learn_request(7, 1.0, 1.0)
+    assert guard.allows_request(7, 1.0, 1.0)
+    guard.close(7)
+    assert guard.allows_request(7, 5.0, 1.0)

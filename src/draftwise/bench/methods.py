@@ -30,6 +30,7 @@ from ..api import Model
 from ..core import UsageError
 from ..drafters import REGISTRY as DRAFTERS
 from ..policy.cost import CostCurve
+from ..trace import Trace
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -81,8 +82,8 @@ class Outcome:
 
 
 class Method(Protocol):
-    def generate(self, prompt: Sequence[int], limit: int) -> Outcome:
-        """Generates at most `limit` tokens."""
+    def generate(self, prompt: Sequence[int], limit: int, trace: Trace | None = None) -> Outcome:
+        """Generates at most `limit` tokens; `trace` records them, where the method is ours."""
 
     def close(self) -> None:
         """Frees what is not shared."""
@@ -94,11 +95,14 @@ def parse(name: str, drafters: Sequence[str], draft: bool) -> Spec:
         if name == "hf-assisted" and not draft:
             raise UsageError("method hf-assisted needs a draft model")
         return Spec(name, None)
-    policy, plus, only = name.partition("+")
     available = (*drafters, MODEL) if draft else tuple(drafters)
-    if policy.partition(":")[0] not in policies.REGISTRY:
+    # A policy's own name may end in plus signs, so they are no place to cut it off.
+    heads = [k for k in policies.REGISTRY if name.startswith((f"{k}:", f"{k}+")) or name == k]
+    if not heads:
         known = ", ".join((*policies.REGISTRY, *HF))
         raise UsageError(f"unknown method {name!r}: choose among {known}, or POLICY+DRAFTER")
+    argument, plus, only = name[len(heads[0]) :].partition("+")
+    policy = heads[0] + argument
     if only == MODEL and not draft:
         raise UsageError(f"method {name} needs a draft model")
     if plus and only not in available:
@@ -137,15 +141,19 @@ class DraftwiseMethod:
     def __init__(self, model: Model, sampled: Sampled):
         self.model, self._sampled = model, sampled
 
-    def generate(self, prompt: Sequence[int], limit: int) -> Outcome:
+    def generate(self, prompt: Sequence[int], limit: int, trace: Trace | None = None) -> Outcome:
         start = time.perf_counter()
-        result = self.model.generate(
+        call = self.model.stream(
             list(prompt),
             max_new_tokens=limit,
             temperature=self._sampled.temperature,
             seed=self._sampled.seed,
+            trace=trace,
         )
-        wall = time.perf_counter() - start
+        for _ in call:
+            pass
+        wall = time.perf_counter() - start - call.recording_seconds
+        result = call.result
         stats = result.stats
         return Outcome(
             result.token_ids,
@@ -180,7 +188,7 @@ class HFMethod:
             config.prompt_lookup_num_tokens = HF_LOOKUP_TOKENS
         self._config = config
 
-    def generate(self, prompt: Sequence[int], limit: int) -> Outcome:
+    def generate(self, prompt: Sequence[int], limit: int, trace: Trace | None = None) -> Outcome:
         target, device = self._target, self._target.device
         ids = torch.tensor([list(prompt)], dtype=torch.long, device=device)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

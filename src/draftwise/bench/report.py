@@ -64,13 +64,13 @@ def markdown(report: Report) -> str:
         "",
         f"**Speed-up over `{env['base']}`** (95 % interval)" if env["base"] else "No base was run.",
         "",
-        *_grid(["category", *(f"`{name}`" for name in methods)], speedups),
+        *grid(["category", *(f"`{name}`" for name in methods)], speedups),
         "",
     ]
     if report["comparisons"]:
         lines += ["**Ratios of `auto`** (95 % interval)", "", *_comparisons(report, parts), ""]
     details = [[f"`{name}`", *_details(own[OVERALL])] for name, own in methods.items()]
-    lines += ["**All prompts**", "", *_grid(["method", *DETAILS], details), ""]
+    lines += ["**All prompts**", "", *grid(["method", *DETAILS], details), ""]
     lines += [_legend(report), "", *_losses(report), ""]
     return "\n".join(lines)
 
@@ -80,23 +80,39 @@ def is_loss(interval: Sequence[float] | None) -> bool:
 
 
 def _where(env: Mapping[str, Any]) -> list[str]:
-    commit = (
-        f"{env['commit'][:10]}{' with changes' if env['dirty'] else ''}" if env["commit"] else "–"
-    )
     sampling = "greedy" if env["temperature"] == 0 else f"temperature {env['temperature']}"
     draft = f", draft `{env['draft']}`" if env["draft"] else ""
-    loads = " → ".join(str(load[0]) for k in ("start", "end") if (load := env.get(f"load_{k}")))
     return [
         f"- Target `{env['target']}`{draft}, {env['dtype']}, {sampling}, "
         f"{env['max_new_tokens']} new tokens at most",
-        f"- Hardware: {env['gpu'] or env['cpu']}, {env['cores']} cores, {env['threads']} threads; "
-        f"load {loads or 'unknown'}",
-        f"- Software: draftwise {env['draftwise']} (commit {commit}), transformers "
-        f"{env['transformers']}, torch {env['torch']}, Python {env['python']}",
+        hardware(env),
+        software(env),
         f"- Prompts: `{env['prompts']}` (sha256 {env['prompts_sha256'][:12]}), "
         f"{env['per_category']} per category, seed {env['seed']}",
-        f"- {env['date'][:10]}: `{env['command']}`",
+        command(env),
     ]
+
+
+def hardware(env: Mapping[str, Any]) -> str:
+    loads = " → ".join(str(load[0]) for k in ("start", "end") if (load := env.get(f"load_{k}")))
+    return (
+        f"- Hardware: {env['gpu'] or env['cpu']}, {env['cores']} cores, {env['threads']} threads; "
+        f"load {loads or 'unknown'}"
+    )
+
+
+def software(env: Mapping[str, Any]) -> str:
+    commit = (
+        f"{env['commit'][:10]}{' with changes' if env['dirty'] else ''}" if env["commit"] else "–"
+    )
+    return (
+        f"- Software: draftwise {env['draftwise']} (commit {commit}), transformers "
+        f"{env['transformers']}, torch {env['torch']}, Python {env['python']}"
+    )
+
+
+def command(env: Mapping[str, Any]) -> str:
+    return f"- {env['date'][:10]}: `{env['command']}`"
 
 
 def _comparisons(report: Report, parts: Sequence[str]) -> list[str]:
@@ -105,7 +121,7 @@ def _comparisons(report: Report, parts: Sequence[str]) -> list[str]:
     for part in parts:
         found = (_part(compared[name], part) for name in compared)
         rows.append([part, *(_ratio(c["ratio"], c["interval"]) for c in found)])
-    return _grid(["category", *(f"`{name}`" for name in compared)], rows)
+    return grid(["category", *(f"`{name}`" for name in compared)], rows)
 
 
 def _losses(report: Report) -> list[str]:
@@ -174,7 +190,7 @@ def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def _grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     rule = ["---", *("---:" for _ in headings[1:])]
     return [f"| {' | '.join(cells)} |" for cells in (headings, rule, *rows)]
 

@@ -20,7 +20,7 @@ import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from rich.progress import (
 from .. import __version__
 from ..api import Model
 from ..core import SamplingParams, UsageError
+from ..trace import Trace
 from ..unpack import quiet
 from . import environment, summary
 from .journal import Journal, Measurement, write_whole
@@ -53,6 +54,7 @@ class BenchOptions:
     """`target`, `draft`: names as in draftwise.load; None is the embedded model and no draft model.
     `prompts` None: the default set. `methods`: see methods.py. `out`: where the report goes, if
     anywhere. `fresh`: discard what a killed run has left. `drafters`: those beside the draft model.
+    `trace`: records the first method of Draftwise that is not plain, with categories as labels.
     """
 
     target: str | None
@@ -68,6 +70,7 @@ class BenchOptions:
     threads: int | None = None
     fresh: bool = False
     drafters: tuple[str, ...] = ("lookup", "suffix")
+    trace: Trace | None = None
 
 
 def run(options: BenchOptions, console: Console, loaded: Loaded | None = None) -> dict[str, Any]:
@@ -112,13 +115,25 @@ def _check(options: BenchOptions, loaded: Loaded | None) -> list[Spec]:
     if options.out is not None and options.out.is_dir():
         raise UsageError(f"{options.out} is a folder: name a file for the report")
     draft = options.draft is not None or (loaded is not None and loaded.draft is not None)
-    return [parse(name, options.drafters, draft) for name in options.methods]
+    specs = [parse(name, options.drafters, draft) for name in options.methods]
+    if options.trace is not None and traced(specs) is None:
+        raise UsageError("a trace needs a method of Draftwise that is not plain")
+    return specs
+
+
+def traced(specs: Sequence[Spec]) -> str | None:
+    """The method whose requests a trace records."""
+    return next((s.name for s in specs if s.policy not in (None, "plain")), None)
 
 
 def _header(options: BenchOptions, suite: Suite) -> dict[str, Any]:
     """What must agree for measurements to belong together."""
-    kept = {k: v for k, v in asdict(options).items() if k not in ("out", "fresh", "prompts")}
-    return {"draftwise": __version__, "sha256": suite.sha256, **kept}
+    return {"draftwise": __version__, "sha256": suite.sha256, **_asked(options)}
+
+
+def _asked(options: BenchOptions) -> dict[str, Any]:
+    apart = ("out", "fresh", "prompts", "trace")
+    return {k: v for k, v in asdict(options).items() if k not in apart}
 
 
 @contextmanager
@@ -150,6 +165,7 @@ class _Bench:
 
     def __init__(self, options: BenchOptions, specs: Sequence[Spec], loaded: Loaded, costs: Path):
         self._options, self._loaded = options, loaded
+        self._traced = traced(specs) if options.trace is not None else None
         draft = [loaded.draft] if loaded.draft is not None else []
         # First, so that the cost curves are measured once and stored for the methods' models.
         self._plain = Model(loaded.target, loaded.tokenizer, draft, policy="plain", costs=costs)
@@ -168,17 +184,17 @@ class _Bench:
 
     def facts(self, suite: Suite) -> dict[str, Any]:
         options, target, draft = self._options, self._loaded.target, self._loaded.draft
-        asked = {k: v for k, v in asdict(options).items() if k not in ("out", "fresh", "prompts")}
         costs = self._plain.costs
         return {
             **environment.describe(target.device),
-            **asked,
+            **_asked(options),
             "target": options.target or target.config.name_or_path,
             "draft": options.draft or (draft.config.name_or_path if draft is not None else None),
             "dtype": str(target.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "prompts": suite.path.name,
             "prompts_sha256": suite.sha256,
+            "traced": self._traced,
             "base": summary.base_of(options.methods),
             "target_costs": environment.curve(costs.target),
             "draft_costs": next(map(environment.curve, costs.serial.values()), None),
@@ -196,10 +212,15 @@ class _Bench:
                     if (prompt.question_id, name) in journal.done:
                         continue
                     bar.update(task, description=f"{prompt.category}: {name}")
-                    outcome = self._methods[name].generate(ids, limit)
+                    trace = self._trace(name, prompt)
+                    outcome = self._methods[name].generate(ids, limit, trace)
                     where = (prompt.question_id, prompt.category, name)
                     journal.add(Measurement(*where, **vars(outcome)))
                     bar.advance(task)
+
+    def _trace(self, method: str, prompt: Prompt) -> Trace | None:
+        trace = self._options.trace
+        return replace(trace, label=prompt.category) if trace and method == self._traced else None
 
     def _encoded(self, prompt: Prompt) -> tuple[list[int], int]:
         """A prompt's token ids, and how many tokens may follow them."""

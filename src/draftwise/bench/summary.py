@@ -11,15 +11,17 @@ give the same report.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .journal import Measurement
 
 RESAMPLES = 4000
+Floats = npt.NDArray[np.float64]
 ByMethod = Mapping[str, Mapping[int | str, Measurement]]
 
 
@@ -28,22 +30,30 @@ def ratio(
 ) -> tuple[float | None, list[float] | None]:
     """Speed of `ours` ÷ speed of `theirs`, pairs of (tokens, seconds) prompt by prompt, and its
     95 % interval."""
-    ours_array, theirs_array = np.array(ours, float), np.array(theirs, float)
-    whole = _ratio_of_sums(ours_array.sum(0), theirs_array.sum(0))
-    n = len(ours_array)
-    if not np.isfinite(whole):
-        return None, None
-    if n < 2:
-        return float(whole), None
-    draws = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
-    resampled = _ratio_of_sums(draws @ ours_array, draws @ theirs_array)
-    low, high = np.percentile(resampled[np.isfinite(resampled)], [2.5, 97.5])
+    return resampled(np.hstack([np.array(ours, float), np.array(theirs, float)]), _ratio_of_speeds)
+
+
+def resampled(
+    rows: Floats, figure: Callable[[Floats], Floats]
+) -> tuple[float | None, list[float] | None]:
+    """A figure of the column sums of `rows`, one row a prompt, and its 95 % interval. `figure` maps
+    sums on the last axis to numbers; what it cannot tell is not finite."""
+    n = len(rows)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        whole = figure(rows.sum(0))
+        if not np.isfinite(whole):
+            return None, None
+        if n < 2:
+            return float(whole), None
+        draws = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
+        found = figure(draws @ rows)
+    low, high = np.percentile(found[np.isfinite(found)], [2.5, 97.5])
     return float(whole), [float(low), float(high)]
 
 
-def _ratio_of_sums(ours: Any, theirs: Any) -> Any:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return (ours[..., 0] / ours[..., 1]) / (theirs[..., 0] / theirs[..., 1])
+def _ratio_of_speeds(sums: Floats) -> Floats:
+    ratio: Floats = (sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3])
+    return ratio
 
 
 def by_method(measurements: Sequence[Measurement]) -> ByMethod:

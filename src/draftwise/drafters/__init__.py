@@ -2,8 +2,9 @@
 
 The contract. `open(seq, request)` starts a sequence with its prompt, `observe(seq, committed)`
 tells it the text as it grows, `propose(asks, go)` returns at most one draft an ask, of at most
-`ask.depth` nodes, and must not change what later proposals would be; `close(seq)` forgets the
-sequence. A drafter marked `serial` pays for every token it drafts and calls `go(seq, features)`
+`ask.depth` tokens in a row, and must not change what later proposals would be; `close(seq)` forgets
+the sequence. Branches (`ask.siblings`) and continuations (`ask.after`, repeated in the draft) are
+optional. A drafter marked `serial` pays for every token it drafts and calls `go(seq, features)`
 before each further one, where `features` are those of the last one drafted. Retrieval drafters
 draft in microseconds, are asked at every step and ignore `go`.
 
@@ -13,7 +14,9 @@ in the conformance tests (tests/drafters/test_conformance.py).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from ..core import Ask, Draft, Features, Request, SeqId
@@ -39,24 +42,46 @@ class Drafter(Protocol):
     def room(self, seq: SeqId) -> int:
         """Tokens the drafter can still take, its own context counted in."""
 
+    def memory(self) -> int:
+        """Bytes that it takes: weights, caches and indexes."""
 
-class Retrieval:
-    """What drafters without a model share: nothing to catch up with, no context to fill, and a
-    reach. Most drafts fail early, and 64 nodes take 0.1 ms to write down, so a draft is four times
-    as long as the last step's tokens, at least REACH: a copy that goes well is at full length
-    within two steps."""
 
+REHEARSED, AHEAD = 64, 8  # positions of the prompt, and nodes at each: 5 ms a request
+Rehearsal = tuple[Draft, tuple[int, ...]]  # what would have been proposed, what came
+
+
+def _never(seq: SeqId, features: Features) -> bool:
+    return False
+
+
+class Retrieval(ABC):
+    """What drafters without a model share: nothing to catch up with, no context to fill."""
+
+    name: str
     serial = False
-    REACH = 16
 
-    def __init__(self) -> None:
-        self._reach: dict[SeqId, int] = {}
+    @abstractmethod
+    def open(self, seq: SeqId, request: Request) -> None: ...
 
-    def reach(self, ask: Ask) -> int:
-        return min(ask.depth, self._reach.get(ask.seq, self.REACH))
+    @abstractmethod
+    def propose(self, asks: Sequence[Ask], go: Go) -> list[Draft]: ...
 
-    def stepped(self, seq: SeqId, committed: Sequence[int]) -> None:
-        self._reach[seq] = max(self.REACH, 4 * len(committed))
+    @abstractmethod
+    def observe(self, seq: SeqId, committed: Sequence[int]) -> None: ...
+
+    def rehearse(self, seq: SeqId, request: Request) -> list[Rehearsal]:
+        """Opens the sequence as `open` does, and says what would have been proposed at the prompt's
+        last positions, with what followed there."""
+        prompt = request.prompt
+        found: list[Rehearsal] = []
+        start = max(len(prompt) - REHEARSED, len(prompt) // 3, 1)
+        self.open(seq, replace(request, prompt=prompt[:start]))
+        for at in range(start, len(prompt)):
+            if at + AHEAD <= len(prompt):
+                for draft in self.propose([Ask(seq, self.name, AHEAD)], _never):
+                    found.append((draft, prompt[at : at + AHEAD]))
+            self.observe(seq, prompt[at : at + 1])
+        return found
 
     def stale(self, seq: SeqId) -> int:
         return 0

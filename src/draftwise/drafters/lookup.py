@@ -20,6 +20,7 @@ from . import Go, Retrieval
 ORDERS = (3, 2, 1)
 PLACES = 6  # candidate places per order: more found no longer matches on code edits, and cost time
 LONGEST = 32  # match lengths beyond this tell nothing more
+ENTRY_BYTES, TOKEN_BYTES = 200, 9  # of an n-gram's entry and of a token, as tracemalloc finds them
 
 
 class _Text:
@@ -40,38 +41,39 @@ class _Text:
                     if len(found) > PLACES + 1:
                         del found[0]
 
-    def best_match(self) -> tuple[int, int]:
-        """(length, position after it) of the longest earlier match of the text's end, or (0, 0)."""
-        text, end = self.tokens, len(self.tokens)
+    def best_match(self, text: Sequence[int]) -> tuple[int, int]:
+        """(length, position after it) of the longest earlier match of the end of `text`, which
+        begins with these tokens and may go on; (0, 0) if there is none."""
+        end = len(text)
         for n in ORDERS:
             longest, at = 0, 0
-            for place in reversed(self.places.get(tuple(text[end - n :]), ())):
-                if place == end:
-                    continue
-                length = n + self._agree(place - n, end - n)
+            found = self.places.get(tuple(text[end - n :]), ())
+            for place in reversed(found[:-1] if found and found[-1] == end else found[-PLACES:]):
+                length = n + _agree(text, place - n, end - n)
                 if length > longest:
                     longest, at = length, place
             if longest:
                 return longest, at
         return 0, 0
 
-    def _agree(self, a: int, b: int) -> int:
-        """How many tokens before positions a < b are the same, up to LONGEST."""
-        text, most = self.tokens, min(a, LONGEST)
-        return next((i for i in range(most) if text[a - 1 - i] != text[b - 1 - i]), most)
 
-    def copy(self, at: int, depth: int) -> list[int]:
-        run = self.tokens[at : at + depth]
-        while len(run) < depth:  # the run reached the end of the text: go on with its own beginning
-            run.extend(run[: depth - len(run)])
-        return run
+def _agree(text: Sequence[int], a: int, b: int) -> int:
+    """How many tokens before positions a < b are the same, up to LONGEST."""
+    most = min(a, LONGEST)
+    return next((i for i in range(most) if text[a - 1 - i] != text[b - 1 - i]), most)
+
+
+def _copy(text: Sequence[int], at: int, depth: int) -> list[int]:
+    run = list(text[at : at + depth])
+    while len(run) < depth:  # the run reached the end of the text: go on with its own beginning
+        run.extend(run[: depth - len(run)])
+    return run
 
 
 class Lookup(Retrieval):
     name = "lookup"
 
     def __init__(self) -> None:
-        super().__init__()
         self._texts: dict[SeqId, _Text] = {}
 
     def open(self, seq: SeqId, request: Request) -> None:
@@ -80,20 +82,25 @@ class Lookup(Retrieval):
 
     def observe(self, seq: SeqId, committed: Sequence[int]) -> None:
         self._texts[seq].extend(committed)
-        self.stepped(seq, committed)
 
     def propose(self, asks: Sequence[Ask], go: Go) -> list[Draft]:
         drafts = []
         for ask in asks:
-            text = self._texts[ask.seq]
-            match, at = text.best_match()
+            known = self._texts.get(ask.seq)
+            if known is None:
+                continue
+            text = known.tokens + list(ask.after) if ask.after else known.tokens
+            match, at = known.best_match(text)
             if match:
-                run = text.copy(at, self.reach(ask))
+                run = _copy(text, at, ask.depth)
                 # If node j is reached, all before it agreed: the match has grown by j.
                 features = [Features(match=min(match + j, LONGEST)) for j in range(len(run))]
-                drafts.append(chain(ask.seq, self.name, run, features))
+                drafts.append(chain(ask.seq, self.name, run, features, after=ask.after))
         return drafts
+
+    def memory(self) -> int:
+        texts = self._texts.values()
+        return sum(ENTRY_BYTES * len(t.places) + TOKEN_BYTES * len(t.tokens) for t in texts)
 
     def close(self, seq: SeqId) -> None:
         self._texts.pop(seq, None)
-        self._reach.pop(seq, None)

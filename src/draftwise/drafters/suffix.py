@@ -20,12 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core import Ask, Draft, Features, Request, SeqId, chain
+from ..core import POINT, Ask, Draft, Features, Request, SeqId
 from . import Go, Retrieval
 
 STORE = 20_000  # tokens; about 15 MB
 LONGEST = 32  # match lengths beyond this tell nothing more
+BRANCHED = 6  # nodes of the main chain that get branches
+TAIL = 4  # nodes of a branch beyond its first
 CHAIN = 32  # links followed when counting: only texts like "aaaa..." have longer chains
+STATE_BYTES, TOKEN_BYTES = 320, 9  # of a state and of a stored token, as tracemalloc finds them
 BREAK = -1  # separates requests in the store; never proposed
 
 
@@ -83,28 +86,80 @@ class Automaton:
         return 0, 0
 
     def follow(
-        self, state: int, matched: int, depth: int, other: bool = False
-    ) -> tuple[list[int], list[Features]]:
-        """The most frequent continuation of a match, with what is known of each node."""
-        tokens: list[int] = []
-        features: list[Features] = []
-        while len(tokens) < depth and state > 0:
-            best, best_count, total = BREAK, -1, 0
-            for token, after in self.next[state].items():
-                count = self.count[after]
-                total += count
-                if count >= best_count and token != BREAK:
-                    best, best_count = token, count
-            if best == BREAK:  # the text ends here: a shorter suffix may go on
+        self, growth: Growth, root: int, state: int, matched: int, depth: int, siblings: int = 0
+    ) -> None:
+        """Grows the most frequent continuation of a match from node `root`, and beside each of its
+        first nodes the next most frequent ones, with what usually follows them."""
+        at = root
+        while depth > 0 and state > 0:
+            ranked = self._ranked(state)
+            if not ranked:  # the text ends here: a shorter suffix may go on
                 state = self.link[state]
                 matched = self.length[state] if state > 0 else 0
                 continue
-            tokens.append(best)
-            share = best_count / max(total, 1)
-            features.append(Features(min(matched, LONGEST), share, other))
-            state = self.next[state][best]
-            matched += 1
-        return tokens, features
+            _, best, share = ranked[0]
+            node = growth.add(at, best, min(matched, LONGEST), share)
+            if siblings and growth.depth(node) - growth.depth(root) <= BRANCHED:
+                self._branch(growth, at, state, matched, best, siblings, min(TAIL, depth - 1))
+            at, depth, matched, state = node, depth - 1, matched + 1, self.next[state][best]
+
+    def _ranked(self, state: int) -> list[tuple[int, int, float]]:
+        """(count, token, share) of the continuations, the most frequent first, the latest among
+        equals."""
+        found = [(self.count[after], t) for t, after in self.next[state].items() if t != BREAK]
+        total = max(sum(self.count[after] for after in self.next[state].values()), 1)
+        found.reverse()
+        found.sort(key=lambda pair: -pair[0])
+        return [(count, token, count / total) for count, token in found]
+
+    def _branch(
+        self,
+        growth: Growth,
+        at: int,
+        state: int,
+        matched: int,
+        best: int,
+        siblings: int,
+        tail: int,
+    ) -> None:
+        """Other continuations of this match, then those of shorter ones."""
+        seen = {best}
+        while siblings and state > 0:
+            for _, token, share in self._ranked(state)[: siblings + 1]:
+                if token in seen or not siblings:
+                    continue
+                seen.add(token)
+                siblings -= 1
+                node = growth.add(at, token, min(matched, LONGEST), share, rank=len(seen) - 1)
+                self.follow(growth, node, self.next[state][token], matched + 1, tail)
+            state = self.link[state]
+            matched = self.length[state] if state > 0 else 0
+
+
+class Growth:
+    """A tree of copied tokens while it grows."""
+
+    def __init__(self, other: bool = False) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.features: list[Features] = []
+        self.other = other
+        self._depths: list[int] = []
+        self._known: dict[tuple[int, int], int] = {}
+
+    def depth(self, node: int) -> int:
+        return self._depths[node] if node >= 0 else 0
+
+    def add(self, parent: int, token: int, match: int, share: float, rank: int = 0) -> int:
+        known = self._known.get((parent, token))
+        if known is not None:
+            return known
+        self._known[parent, token] = node = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.features.append(Features(match, share, self.other, rank=rank))
+        self._depths.append(self.depth(parent) + 1)
+        return node
 
 
 class _Cursor:
@@ -118,7 +173,6 @@ class Suffix(Retrieval):
     name = "suffix"
 
     def __init__(self, store: int = STORE) -> None:
-        super().__init__()
         self._limit = store
         self._texts: list[list[int]] = []  # of finished requests, oldest first
         self._store, self._size, self._version = Automaton(), 0, 0
@@ -130,7 +184,6 @@ class Suffix(Retrieval):
 
     def observe(self, seq: SeqId, committed: Sequence[int]) -> None:
         self._take(self._cursors[seq], committed)
-        self.stepped(seq, committed)
 
     def _take(self, cursor: _Cursor, committed: Sequence[int]) -> None:
         cursor.own.extend(committed)
@@ -145,20 +198,51 @@ class Suffix(Retrieval):
     def propose(self, asks: Sequence[Ask], go: Go) -> list[Draft]:
         drafts = []
         for ask in asks:
-            cursor = self._cursors[ask.seq]
-            own = cursor.own.link[cursor.own.last]
-            matched = cursor.own.length[own] if own > 0 else 0
-            if 2 * matched >= min(cursor.matched, LONGEST) or cursor.version != self._version:
-                tokens, features = cursor.own.follow(own, matched, self.reach(ask))
-            else:
-                state, matched = cursor.state, cursor.matched
-                tokens, features = self._store.follow(state, matched, self.reach(ask), other=True)
-            if tokens:
-                drafts.append(chain(ask.seq, self.name, tokens, features))
+            cursor = self._cursors.get(ask.seq)
+            grown = self._grown(cursor, ask) if cursor else Growth()
+            if grown.tokens:
+                drafts.append(
+                    Draft(
+                        ask.seq,
+                        self.name,
+                        tuple(grown.tokens),
+                        tuple(grown.parents),
+                        tuple(grown.features),
+                        (POINT,) * len(grown.tokens),
+                        after=ask.after,
+                    )
+                )
         return drafts
 
+    def _grown(self, cursor: _Cursor, ask: Ask) -> Growth:
+        own = cursor.own.link[cursor.own.last]
+        matched = cursor.own.length[own] if own > 0 else 0
+        known = cursor.version == self._version  # the store has not changed since the last token
+        state, other = (cursor.state, cursor.matched) if known else (0, 0)
+        for token in ask.after:
+            own, matched = cursor.own.step(max(own, 0), matched, token)
+            state, other = self._store.step(state, other, token)
+        mine = 2 * matched >= min(other, LONGEST)
+        growth = Growth(other=not mine)
+        if mine:
+            cursor.own.follow(growth, -1, own, matched, ask.depth, ask.siblings)
+        else:
+            self._store.follow(growth, -1, state, other, ask.depth, ask.siblings)
+        if ask.siblings and growth.tokens:  # the lesser source as well
+            growth.other = mine
+            tail = min(TAIL, ask.depth)
+            if mine:
+                self._store.follow(growth, -1, state, other, tail)
+            else:
+                cursor.own.follow(growth, -1, own, matched, tail)
+        return growth
+
+    def memory(self) -> int:
+        cursors = self._cursors.values()
+        states = len(self._store.next) + sum(len(c.own.next) for c in cursors)
+        return STATE_BYTES * states + TOKEN_BYTES * (self._size + sum(len(c.text) for c in cursors))
+
     def close(self, seq: SeqId) -> None:
-        self._reach.pop(seq, None)
         cursor = self._cursors.pop(seq, None)
         if cursor is None or not self._limit:
             return

@@ -2,7 +2,8 @@
 
 Between two commits an engine has rows in its caches that are not yet text. `commit(seq, path)`
 says which rows of the forwards since the last commit stay; the others are rolled back. It is
-called after every forward, also when all rows stay: some caches trim themselves there.
+called after every forward, also when all rows stay: some caches trim themselves there. A tree is
+one forward that begins at committed rows, and what stays of it is one path from the anchor.
 
 `rollback` of the capabilities: "free" (rows can be dropped), "refeed" (state must be restored and
 rows fed again, at a cost), "none" (no row can be dropped: the target must be run plainly).
@@ -20,7 +21,7 @@ from ..core import FloatRow, SeqId
 
 @dataclass(frozen=True)
 class Caps:
-    trees: bool
+    trees: bool  # drafts may branch; else Verify takes chains only
     rollback: str  # free | refeed | none
     batch: str  # packed | padded
     context: int | None  # positions that the model was made for
@@ -71,12 +72,16 @@ class Engine(Protocol):
     name: str  # identifies model, device, dtype and threads: the key of the stored cost curve
 
     def open(self, seq: SeqId, tokens: Sequence[int], share: SeqId | None = None) -> int:
-        """Starts a sequence. Returns how many of `tokens` the cache already holds."""
+        """Starts a sequence. Returns how many of `tokens` the cache already holds; without tokens a
+        cache that was kept stays for the next."""
 
     def forward(self, work: Sequence[PrefillChunk | Verify]) -> list[Rows]: ...
 
     def commit(self, seq: SeqId, path: Sequence[int]) -> None:
         """Keeps rows `path` (indices, ascending) of those since the last commit, drops the rest."""
+
+    def drop(self, seq: SeqId, rows: int) -> None:
+        """Drops the last `rows` of those since the last commit; only engines with trees need it."""
 
     def shape(self, widths: Sequence[int], contexts: Sequence[int]) -> Shape: ...
 
@@ -86,6 +91,9 @@ class Engine(Protocol):
     def blank(self, seq: SeqId, length: int) -> int:
         """Opens a sequence of about `length` meaningless tokens, for measuring. Returns how many
         it holds; 0 if it cannot, and then nothing is open."""
+
+    def memory(self) -> int:
+        """Bytes of the weights and of every cache."""
 
     def free(self) -> None:
         """Drops every cache and the weights."""

@@ -8,7 +8,8 @@ model reports rollback "none" and is run plainly. Whether a cache can be cropped
 after its first forward, so `__init__` runs one.
 
 Lossless because a chain verified in one causal forward has the logits of token-by-token decoding,
-up to rounding (docs/design.md §3.5). The user's model is never written to.
+up to rounding (docs/design.md §3.5). Trees, where the model can, are in trees.py; a chain is never
+run as one. The user's model is never written to.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core import FloatRow, SeqId, UsageError
+from . import trees
 from .base import PREFILL_CHUNK, Caps, PrefillChunk, Rows, Shape, Verify
 
 if TYPE_CHECKING:
@@ -49,13 +51,23 @@ class TensorRows:
         return row
 
 
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
 class _Sequence:
-    """A cache and the tokens in it; the last `pending` of them are not committed yet."""
+    """A cache and the tokens in it; the last `pending` of them are not committed yet, and form a
+    tree if there are `parents`."""
 
     def __init__(self, cache: Any):
         self.cache = cache
         self.tokens: list[int] = []
         self.pending = 0
+        self.parents: tuple[int, ...] = ()
         self.recording = False
 
 
@@ -77,17 +89,15 @@ class TransformersEngine:
         # Renamed within transformers 5.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         text = model.config.get_text_config(decoder=True)
-        self.caps = Caps(
-            trees=False,
-            rollback="none",
-            batch="padded",
-            context=getattr(text, "max_position_embeddings", None),
-            vocabulary=text.vocab_size,
-        )
+        context = getattr(text, "max_position_embeddings", None)
         self._full = False  # every layer keeps all positions
-        croppable = self._probe()
+        croppable, branches = self._probe(text.vocab_size, context)
         self.caps = Caps(
-            False, "free" if croppable else "none", "padded", self.caps.context, text.vocab_size
+            trees=branches,
+            rollback="free" if croppable else "none",
+            batch="padded",
+            context=context,
+            vocabulary=text.vocab_size,
         )
         where = f"{model.device.type} {torch.get_num_threads()} threads"
         if model.device.type == "cuda":
@@ -102,14 +112,23 @@ class TransformersEngine:
             ]
         )
 
-    def _probe(self) -> bool:
+    def _probe(self, vocabulary: int, context: int | None) -> tuple[bool, bool]:
+        """Whether the cache can be cropped, and whether trees can be verified."""
+        tokens = trees.probe(vocabulary)[: context or None]
         with self._weights() as model:
             cache = self._new_cache()
-            ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-            model(input_ids=ids, use_cache=True, **{self._cache_name: cache})
-        types = {type(layer).__name__ for layer in cache.layers}
-        self._full = types == {"DynamicLayer"}
-        return bool(cache.is_croppable) and cache.get_seq_length() == 2
+            ids = torch.tensor([tokens], dtype=torch.long, device=model.device)
+            logits = model(input_ids=ids, use_cache=True, **{self._cache_name: cache}).logits[0]
+            types = {type(layer).__name__ for layer in cache.layers}
+            self._full = types == {"DynamicLayer"}
+            croppable = bool(cache.is_croppable) and cache.get_seq_length() == len(tokens)
+            branches = (
+                self._full
+                and croppable
+                and trees.possible(model)
+                and trees.honoured(model, cache, self._cache_name, logits)
+            )
+        return croppable, branches
 
     @contextmanager
     def _weights(self) -> Iterator[PreTrainedModel]:
@@ -134,17 +153,24 @@ class TransformersEngine:
             raise ValueError(f"sequence {seq} is open already")
         if share is not None:
             raise NotImplementedError("sharing a live sequence's prefix needs a packed engine")
-        kept, self._kept = self._kept, None
+        kept = None
+        if tokens:  # what begins empty has no use for a kept cache, and leaves it to others
+            kept, self._kept = self._kept, None
         reused = self._fit(kept, tokens) if kept else 0
         self._sequences[seq] = kept if kept and reused else _Sequence(self._new_cache())
         return reused
+
+    def _open(self, seq: SeqId) -> _Sequence:
+        if self.closed:
+            raise UsageError("this model is closed")
+        return self._sequences[seq]
 
     def _fit(self, kept: _Sequence, tokens: Sequence[int]) -> int:
         """Crops a kept cache to its common beginning with `tokens`; 0 where it is of no use.
 
         One token is always left to be run, since the first token needs logits.
         """
-        most = min(len(kept.tokens), len(tokens) - 1)
+        most = max(min(len(kept.tokens), len(tokens) - 1), 0)
         common = next((i for i in range(most) if kept.tokens[i] != tokens[i]), most)
         surplus = len(kept.tokens) - common
         # Sliding and convolution layers forgot what lies before their window.
@@ -161,31 +187,50 @@ class TransformersEngine:
         return [self._prefill(w) if isinstance(w, PrefillChunk) else self._verify(w) for w in work]
 
     def _prefill(self, work: PrefillChunk) -> Rows:
-        sequence = self._sequences[work.seq]
+        sequence = self._open(work.seq)
         for start in range(0, len(work.tokens), PREFILL_CHUNK):
             logits = self._run(sequence, work.tokens[start : start + PREFILL_CHUNK], 1)
             self.commit(work.seq, range(sequence.pending))
         return TensorRows(logits, self.caps.vocabulary)
 
     def _verify(self, work: Verify) -> Rows:
-        sequence, n = self._sequences[work.seq], len(work.tokens)
-        if any(parent != i for i, parent in enumerate(work.parents)):
-            raise NotImplementedError("this engine verifies chains")
+        sequence, n = self._open(work.seq), len(work.tokens)
         if not sequence.recording and self.caps.rollback == "free":
             sequence.cache.activate_past_recording()
             sequence.recording = True
         padding = max(work.width - n, 0)
-        logits = self._run(sequence, work.tokens + (0,) * padding, n + padding, work.ids)
+        branches = any(parent != i for i, parent in enumerate(work.parents))
+        tree = self._tree(sequence, work.parents, n + padding) if branches else None
+        tokens = work.tokens + (0,) * padding
+        logits = self._run(sequence, tokens, n + padding, work.ids, tree)
+        sequence.parents = work.parents if branches else ()
         return TensorRows(logits[:n], self.caps.vocabulary)
 
+    def _tree(
+        self, sequence: _Sequence, parents: Sequence[int], rows: int
+    ) -> dict[str, torch.Tensor]:
+        if not self.caps.trees:
+            raise NotImplementedError("this model verifies chains only")
+        if sequence.pending:
+            raise ValueError("a tree begins at committed rows")
+        with self._weights() as model:
+            return trees.inputs(parents, rows, len(sequence.tokens), model.dtype, model.device)
+
     def _run(
-        self, sequence: _Sequence, tokens: Sequence[int], rows: int, first: int = 0
+        self,
+        sequence: _Sequence,
+        tokens: Sequence[int],
+        rows: int,
+        first: int = 0,
+        tree: dict[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Appends `tokens` to the cache; logits [rows, V] of the last `rows` of them, of the first
-        `first` ids if given."""
+        `first` ids if given; `tree`: mask and positions."""
+        if sequence.parents:
+            raise ValueError("rows after a tree that is not committed")
         with self._weights() as model:
             ids = torch.tensor([tokens], dtype=torch.long, device=model.device)
-            options: dict[str, Any] = {self._cache_name: sequence.cache}
+            options: dict[str, Any] = {self._cache_name: sequence.cache, **(tree or {})}
             if self._keeps_logits:
                 options["logits_to_keep"] = rows
             if first and self._partial:
@@ -214,8 +259,16 @@ class TransformersEngine:
             return torch.allclose(head(states).float(), logits.float(), rtol=1e-3, atol=1e-3)
 
     def commit(self, seq: SeqId, path: Sequence[int]) -> None:
-        sequence = self._sequences[seq]
-        if list(path) != list(range(len(path))) or len(path) > sequence.pending:
+        sequence = self._open(seq)
+        if sequence.parents:
+            if not trees.is_path(path, sequence.parents):
+                raise ValueError(f"rows {list(path)} are not one path of the tree")
+            trees.gather(sequence.cache, path, sequence.pending)
+            start = len(sequence.tokens) - sequence.pending
+            kept = [sequence.tokens[start + row] for row in path]
+            sequence.tokens[start : start + len(kept)] = kept
+            sequence.parents = ()
+        elif list(path) != list(range(len(path))) or len(path) > sequence.pending:
             raise ValueError(f"this engine keeps the first rows of a chain, not {list(path)}")
         surplus = sequence.pending - len(path)
         sequence.pending = 0
@@ -233,6 +286,14 @@ class TransformersEngine:
         sequence.cache.crop(-surplus)
         if surplus:
             del sequence.tokens[-surplus:]
+
+    def drop(self, seq: SeqId, rows: int) -> None:
+        sequence = self._open(seq)
+        if rows > sequence.pending or not self._full:
+            raise ValueError(f"cannot drop {rows} rows of {sequence.pending}")
+        sequence.cache.crop(-rows)
+        sequence.pending -= rows
+        del sequence.tokens[-rows:]
 
     def shape(self, widths: Sequence[int], contexts: Sequence[int]) -> Shape:
         return Shape(max(widths), max(contexts), len(widths))
@@ -266,6 +327,17 @@ class TransformersEngine:
                 sequence.cache.update(layer.keys.new_zeros(shape), layer.values.new_zeros(shape), i)
         sequence.tokens.extend([0] * (length - first))
         return length
+
+    def memory(self) -> int:
+        model = self._model()
+        if model is None:
+            return 0
+        held = [s.cache for s in (*self._sequences.values(), self._kept) if s is not None]
+        tensors = [*model.parameters(), *model.buffers()]
+        tensors += [t for cache in held for layer in cache.layers for t in _tensors(vars(layer))]
+        # Several tensors may lie in one storage, and a cropped cache keeps the whole of its own.
+        storages = [t.untyped_storage() for t in tensors]
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
     def free(self) -> None:
         self._sequences.clear()

@@ -35,6 +35,7 @@ from ..engines.base import Shape
 LARGEST = 4.0  # a step counts for at most this many times, and at least this fraction of, its price
 DRIFT_RATE = 0.15
 BASE_RATE = 0.02  # far below drift's, or a busy machine would bend the curve instead of lifting it
+COMMON_RATE = 0.3
 FAR = 0.7  # a step that took half of what it should, level aside
 SWEPT = 2.0  # what the sweep says of a width counts as so many steps
 VERSION = 1
@@ -49,6 +50,8 @@ class CostCurve:
         self.measured = bool(points)
         points = points or list(GUESS)
         self.drift = 1.0
+        self._common = 0.0  # what drift has not caught up with, over the last few steps
+        self._last = 0.0  # what the last re-timing of this kind said
         self._context = min(shape.context for shape, _ in points)
         base = {s.width: t for s, t in points if s.context == self._context}
         if len(base) == 1:  # one width says nothing of the others: assume that rows cost something
@@ -109,6 +112,14 @@ class CostCurve:
         whether the curve prices wider forwards out for nothing."""
         self.scale(seconds, self.seconds(shape.width, shape.context))
         own = math.log(seconds / self.seconds(shape.width, shape.context))
+        if least and not probe:
+            # A busy machine makes every width slow: what steps of other widths said just now is
+            # not this one's own, and what a single step says may be a stall. (2026-12-01: bursts
+            # of load had moved T(1) to four times what it was, and the wider ones down for it.)
+            said, own = own - self._common, _agreed(own - self._common, self._last)
+            self._last = said
+        else:
+            self._common += COMMON_RATE * (min(max(own, -1.5), 1.5) - self._common)
         if probe and own < -FAR:
             # The sweep met a bad moment: what it says of this width and wider ones, as far as no
             # step has confirmed it, comes down at once, or nothing so dear would be tried again.
@@ -146,6 +157,11 @@ class CostCurve:
             if self._sloped and w in base:
                 points.append((Shape(w, self._context + 1000), base[w] + slope * 1000))
         return points
+
+
+def _agreed(one: float, other: float) -> float:
+    """What two of the same sign have in common."""
+    return min(one, other, key=abs) if one * other > 0 else 0.0
 
 
 def _line(x: float, xs: Sequence[float] | Floats, ys: Sequence[float] | Floats) -> float:

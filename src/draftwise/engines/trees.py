@@ -1,0 +1,115 @@
+"""Trees of draft nodes in one forward of a transformers model with full attention.
+
+The rows of a tree stand in the cache one after another, so a causal forward would let siblings see
+each other. Instead, row i gets position held + depth(i), and an additive 4-D mask in which it sees
+the `held` rows before the tree, its ancestors and itself (tree attention: SpecInfer, arXiv
+2305.09781). Its logits are then those of its root-to-node path run as a chain, up to rounding, as
+keys and values of other branches do not enter. After acceptance the kept rows move together: a copy
+of those rows only, O(path) a layer, and the rest is cropped.
+
+A model has to honour both mask and positions for that. Some compute positions from the mask or the
+cache's length (ALiBi), some cut a window by row index inside the attention, some kernels take no
+mask: `honoured` finds out on one tree of seven rows, and such models verify chains only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# The probe, in kinds of tokens: two are held, then a chain of three, and a tree that has this chain
+# as rows 0, 4 and 5. Siblings stand between; row 6 is row 5's token behind another parent.
+HELD, CHAIN = (0, 1), (2, 3, 4)
+NODES, PARENTS = (2, 5, 6, 7, 3, 4, 4), (0, 0, 0, 0, 4, 1)
+DISTINCT = 8
+
+
+def inputs(
+    parents: Sequence[int], rows: int, held: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Mask [1, 1, rows, held + rows] and positions of a tree; rows past its nodes are padding,
+    which sees what is held and itself."""
+    seen = torch.eye(rows, dtype=torch.bool)
+    depths = [0] * rows
+    for row, parent in enumerate(parents, 1):
+        seen[row] |= seen[parent]
+        depths[row] = depths[parent] + 1
+    mask = torch.zeros(rows, held + rows, dtype=dtype)
+    # Not -inf: a float mask of the library's own has the least number, too.
+    mask[:, held:].masked_fill_(~seen, torch.finfo(dtype).min)
+    positions = torch.tensor([depths]) + held
+    return {"attention_mask": mask[None, None].to(device), "position_ids": positions.to(device)}
+
+
+def is_path(path: Sequence[int], parents: Sequence[int]) -> bool:
+    """Whether these rows lead from the anchor, row 0, down the tree; none at all do, too."""
+    if not path:
+        return True
+    steps = zip(path[1:], path, strict=False)
+    return path[0] == 0 and all(
+        0 < row <= len(parents) and parents[row - 1] == before for row, before in steps
+    )
+
+
+def gather(cache: Any, path: Sequence[int], pending: int) -> None:
+    """Moves rows `path` of the cache's last `pending` to the front of those, in place."""
+    settled = next((i for i, row in enumerate(path) if row != i), len(path))
+    if settled == len(path):
+        return
+    with torch.inference_mode():
+        index = torch.tensor(path[settled:])
+        for layer in cache.layers:
+            for states in (layer.keys, layer.values) if layer.is_initialized else ():
+                index = index.to(states.device)  # copies only where layers are on several devices
+                rows = states[..., -pending:, :]
+                rows[..., settled : len(path), :] = rows.index_select(-2, index)
+
+
+def possible(model: PreTrainedModel) -> bool:
+    """Whether attention takes a mask, and no window is cut that the cache does not know of."""
+    config = model.config.get_text_config(decoder=True)
+    # Other kernels read a 4-D mask as something else, or crash the device with it.
+    if getattr(config, "_attn_implementation", None) not in ("eager", "sdpa"):
+        return False
+    ends = ("window", "window_size", "window_len", "local_attention")
+    windows = [value for name, value in vars(config).items() if name.endswith(ends)]
+    return not any(isinstance(value, int) and value > 0 for value in windows)
+
+
+def _ids(vocabulary: int, kinds: Sequence[int]) -> list[int]:
+    """Ids spread over the vocabulary: its first ones are often never trained."""
+    return [vocabulary * (2 * kind + 1) // (2 * DISTINCT) for kind in kinds]
+
+
+def probe(vocabulary: int) -> list[int]:
+    """The ids to run in an empty cache; their logits go to `honoured`, with that cache."""
+    return _ids(vocabulary, HELD + CHAIN)
+
+
+def honoured(model: PreTrainedModel, cache: Any, name: str, logits: torch.Tensor) -> bool:
+    """Whether a tree's rows have the logits of the chain that `probe` ran, at a distance from what
+    another parent gives. `name`: the argument that takes `cache`. Never raises."""
+    if len(logits) < len(HELD + CHAIN):
+        return False
+    try:
+        cache.crop(-len(CHAIN))
+        tokens = _ids(model.config.get_text_config(decoder=True).vocab_size, NODES)
+        options: dict[str, Any] = {
+            name: cache,
+            "input_ids": torch.tensor([tokens], device=model.device),
+            **inputs(PARENTS, len(NODES), len(HELD), model.dtype, model.device),
+        }
+        rows = model(use_cache=True, **options).logits[0].float()
+    except Exception:  # whatever a model does with inputs that it does not know
+        return False
+    expected = logits[-len(CHAIN) :].float()
+    error = (rows[[0, 4, 5]] - expected).abs().max().item()
+    other = (rows[6] - expected[2]).abs().max().item()
+    spread = (expected - expected.mean(-1, keepdim=True)).abs().max().item()
+    tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
+    return error <= tolerance * spread and error < other / 4
