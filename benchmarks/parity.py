@@ -39,6 +39,7 @@ def main() -> None:
         "lookup": draftwise.Model(target, tokenizer, ["lookup"], policy="fixed:4"),
         "suffix": draftwise.Model(target, tokenizer, ["suffix"], policy="fixed:4"),
         "model": draftwise.Model(target, tokenizer, [draft], policy="fixed:4"),
+        "auto, all": draftwise.Model(target, tokenizer, ["lookup", "suffix", draft]),
     }
     prompts = load_suite(options.prompts, options.per_category).prompts
     same = {(way, how): 0 for way in ways for how in SAMPLINGS}
@@ -54,7 +55,7 @@ def main() -> None:
                 accepted[way, how] += result.stats.accepted
     for (way, how), count in same.items():
         print(
-            f"{way:8s} {how:7s} identical to plain on {count} of {len(prompts)} prompts, "
+            f"{way:9s} {how:7s} identical to plain on {count} of {len(prompts)} prompts, "
             f"{accepted[way, how]} drafted tokens accepted"
         )
     raise SystemExit(any(count < len(prompts) for count in same.values()))
