@@ -251,7 +251,7 @@ def _trace(
     if shadow and not draft:
         raise UsageError("--trace-shadow needs a draft model: name one with --draft")
     trace = Trace(path, shadow, text, label)
-    check_writable(Path(trace.path))
+    check_writable(trace.file)
     return trace
 
 

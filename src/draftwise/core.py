@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 SeqId = int
 DEEPEST = 64  # nodes of a draft at most: wider forwards pay nowhere, and long drafts cost time
+SIBLINGS = 3  # next best tokens beside a node, where trees are verified: a row each, soon drafted
 FloatRow = npt.NDArray[np.floating[Any]]
 
 
@@ -125,9 +126,7 @@ class Draft:
         """The main chain: from the root to each node's first child."""
         if self.is_chain:
             return self
-        kept: list[int] = []
-        while children := self.children(kept[-1] if kept else -1):
-            kept.append(children[0])
+        kept = main_chain(self.parents)
         return chain(
             self.seq,
             self.drafter,
@@ -152,6 +151,17 @@ class Draft:
         for i, parent in enumerate(self.parents):
             children.setdefault(parent, []).append(i)
         return children
+
+
+def main_chain(parents: Sequence[int]) -> list[int]:
+    """Nodes from the root to each node's first child; `parents` as in Draft."""
+    first: dict[int, int] = {}
+    for node, parent in enumerate(parents):
+        first.setdefault(parent, node)
+    kept: list[int] = []
+    while (at := kept[-1] if kept else -1) in first:
+        kept.append(first[at])
+    return kept
 
 
 def chain(

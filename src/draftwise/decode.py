@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 
 from .accept import Choice, NodeRows, rule_of
-from .core import DEEPEST, Ask, Draft, Request, State, StepPlan, StepResult
+from .core import DEEPEST, SIBLINGS, Ask, Draft, Request, State, StepPlan, StepResult
 from .drafters import Drafter, Rehearsal
 from .engines.base import PREFILL_CHUNK, Engine, PrefillChunk, Rows, Verify
 from .policy import Policy
@@ -33,7 +33,6 @@ from .stopping import Stopper
 # times as long as the last step's tokens, at least REACH: a copy that goes well is at full length
 # within two steps.
 REACH = 16
-SIBLINGS = 3  # next best tokens beside each node of a retrieval draft, where trees are verified
 
 
 @dataclass(frozen=True)

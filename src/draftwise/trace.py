@@ -25,16 +25,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-from .core import DEEPEST, Ask, Draft, Features, Request, SeqId, StepResult, UsageError
-from .drafters import Drafter, Go, Rehearsal
+from .core import DEEPEST, SIBLINGS, Ask, Draft, Features, Request, SeqId, StepResult, UsageError
+from .drafters import LONGEST, Drafter, Go, Rehearsal, never
 from .policy import Costs
 from .policy.cost import CostCurve
 
 VERSION = 1
 Points = list[tuple[int, int, float]]  # width, context, seconds
-SIBLINGS = 3
 _writing = threading.Lock()
 
 
@@ -103,7 +102,6 @@ class Recorder:
         self.seconds += time.perf_counter() - start
 
     def _opening(self) -> dict[str, Any]:
-        serial = [n for n, w in self._watched.items() if w.serial]
         return {
             "kind": "request",
             "version": VERSION,
@@ -113,7 +111,9 @@ class Recorder:
             "temperature": self._request.params.temperature,
             "prompt": len(self._request.prompt),
             "limit": self._request.limit,
-            "drafters": {n: "serial" if n in serial else "retrieval" for n in self._watched},
+            "drafters": {
+                name: "serial" if w.serial else "retrieval" for name, w in self._watched.items()
+            },
             "costs": self._costs,
             "rehearsed": {
                 name: [_written(draft, 0, _Codes(came)) for draft, came in w.rehearsed]
@@ -199,7 +199,7 @@ class _Watched:
             if not self.serial:
                 start = time.perf_counter()
                 ask = Ask(seq, self.name, DEEPEST, siblings=SIBLINGS)
-                for draft in self._inner.propose([ask], lambda of, features: False):
+                for draft in self._inner.propose([ask], never):
                     self.drafts[len(self._text)] = draft
                 self._seconds += time.perf_counter() - start
 
@@ -292,9 +292,6 @@ def _grown(match: int, nodes: int) -> int:
     return min(match + nodes, LONGEST)
 
 
-LONGEST = 32  # of a match, in every retrieval drafter
-
-
 def append(path: Path, data: bytes) -> None:
     """In one write, so that several processes may add to one file."""
     if path.suffix == ".gz":
@@ -308,9 +305,3 @@ def append(path: Path, data: bytes) -> None:
 def _dumped(line: Mapping[str, Any]) -> str:
     # A drafter of the user's may have numbers of numpy's.
     return json.dumps(line, separators=(",", ":"), default=operator.methodcaller("item"))
-
-
-def opened(path: Path, mode: str) -> IO[str]:
-    if path.suffix == ".gz":
-        return cast(IO[str], gzip.open(path, mode + "t", encoding="utf-8"))
-    return path.open(mode, encoding="utf-8")

@@ -15,7 +15,7 @@ once; policies learn across requests in the order of the trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..core import POINT, Ask, Draft, Features, FloatRow, Request, SamplingParams, SeqId, StepResult
 from ..decode import Parts, decode
@@ -64,7 +64,6 @@ class _Target:
     caps: Caps = _CAPS
     name: str = "replay"
     held: int = 0
-    widths: list[tuple[int, int]] = field(default_factory=list)
 
     def open(self, seq: SeqId, tokens: Sequence[int], share: SeqId | None = None) -> int:
         return 0
@@ -172,11 +171,8 @@ class _Serial:
 
     def __init__(self, name: str, traced: Traced, clock: Clock, curve: CostCurve, thrift: Guessing):
         self.name, self._clock, self._curve, self._guessing = name, clock, curve, thrift
-        self._traced, self._shadow, self._prompt = (
-            traced,
-            traced.shadow.get(name, ()),
-            traced.prompt,
-        )
+        self._traced, self._prompt = traced, traced.prompt
+        self._shadow = traced.shadow.get(name, ())
         self._at = 0
         self._cached = 0  # tokens of prompt and text that its cache holds
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from ..core import Features, UsageError
-from ..trace import LONGEST, VERSION, Points, opened
+from ..core import Features, UsageError, main_chain
+from ..drafters import LONGEST
+from ..trace import VERSION, Points
 
 Choices = tuple[tuple[int, Features], ...]  # (code, features), best first
 
@@ -27,14 +29,8 @@ class Guess:
 
     @cached_property
     def main(self) -> tuple[int, ...]:
-        """The nodes of the main chain: from the root to each node's first child."""
-        first: dict[int, int] = {}
-        for node, parent in enumerate(self.parents):
-            first.setdefault(parent, node)
-        kept: list[int] = []
-        while (at := kept[-1] if kept else -1) in first:
-            kept.append(first[at])
-        return tuple(kept)
+        """The nodes of the main chain."""
+        return tuple(main_chain(self.parents))
 
     @cached_property
     def hits(self) -> int:
@@ -94,6 +90,12 @@ _WRONG = (
 )
 
 
+def _opened(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
 def read(path: Path) -> list[Traced]:
     """All requests of a trace that were recorded to their end: what a write left unfinished at the
     end of the file is skipped. Raises UsageError for a file that is no trace."""
@@ -102,7 +104,7 @@ def read(path: Path) -> list[Traced]:
     steps: list[dict[str, Any]] = []
     number = 0
     try:
-        with opened(path, "r") as file:
+        with _opened(path) as file:
             for text in file:
                 number += 1
                 try:
@@ -143,7 +145,7 @@ def check_writable(path: Path) -> None:
         if new:
             path.unlink()
         elif path.stat().st_size:
-            with opened(path, "r") as file:
+            with _opened(path) as file:
                 if json.loads(file.readline())["kind"] != "request":
                     raise ValueError("no request")
     except OSError as error:

@@ -46,11 +46,13 @@ class Drafter(Protocol):
         """Bytes that it takes: weights, caches and indexes."""
 
 
+LONGEST = 32  # match lengths beyond this tell nothing more
 REHEARSED, AHEAD = 64, 8  # positions of the prompt, and nodes at each: 5 ms a request
 Rehearsal = tuple[Draft, tuple[int, ...]]  # what would have been proposed, what came
 
 
-def _never(seq: SeqId, features: Features) -> bool:
+def never(seq: SeqId, features: Features) -> bool:
+    """`go` for a drafter that is to draft no further, or that does not ask."""
     return False
 
 
@@ -78,7 +80,7 @@ class Retrieval(ABC):
         self.open(seq, replace(request, prompt=prompt[:start]))
         for at in range(start, len(prompt)):
             if at + AHEAD <= len(prompt):
-                for draft in self.propose([Ask(seq, self.name, AHEAD)], _never):
+                for draft in self.propose([Ask(seq, self.name, AHEAD)], never):
                     found.append((draft, prompt[at : at + AHEAD]))
             self.observe(seq, prompt[at : at + 1])
         return found

@@ -49,9 +49,10 @@ class Growing:
         )
 
 
-def surest(scores: FloatRow, best: int, siblings: int) -> list[Choice]:
+def surest(scores: FloatRow, siblings: int) -> list[Choice]:
     """The best token and the next ones, with their shares of softmax(scores) and its entropy:
     H = log Σ w − Σ w·s / Σ w with w = exp(s), s counted from the best score."""
+    best = int(scores.argmax())
     shifted = scores - scores[best]
     weights = np.exp(shifted)
     total = float(weights.sum())

@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..core import Ask, Draft, Features, Request, SeqId, chain
-from . import Go, Retrieval
+from . import LONGEST, Go, Retrieval
 
 ORDERS = (3, 2, 1)
 PLACES = 6  # candidate places per order: more found no longer matches on code edits, and cost time
-LONGEST = 32  # match lengths beyond this tell nothing more
 ENTRY_BYTES, TOKEN_BYTES = 200, 9  # of an n-gram's entry and of a token, as tracemalloc finds them
 
 

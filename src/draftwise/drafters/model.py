@@ -39,7 +39,7 @@ from ..core import (
 )
 from ..engines.base import Engine, PrefillChunk, Rows, Verify
 from ..sampling import DRAFT, Sampler, gumbel, key
-from . import Drafter, Go
+from . import Drafter, Go, never
 from .growing import Choice, Growing, surest
 from .guessing import MOST, Guessing
 
@@ -192,7 +192,7 @@ class ModelDrafter:
         found = [
             draft
             for guesser in self._guessers
-            for draft in guesser.propose([Ask(seq, guesser.name, depth, tuple(drafted))], _never)
+            for draft in guesser.propose([Ask(seq, guesser.name, depth, tuple(drafted))], never)
             if draft.tokens
         ]
         best = max(found, key=lambda draft: draft.features[0].match, default=None)
@@ -259,8 +259,7 @@ class ModelDrafter:
         sampler = lagging.sampler
         if lagging.request.params.greedy:
             _, scores = sampler.support(row, generated)
-            best = int(scores.argmax())
-            return surest(scores, best, siblings)
+            return surest(scores, siblings)
         if not lagging.request.draws:
             tokens, noisy = sampler.ranking(row, generated, max(1 + siblings, 2))
             lead = noisy[0] - noisy[1] if len(noisy) > 1 else 30.0
@@ -304,7 +303,3 @@ class _Ahead:
         right = self.at < len(self.guesses) and self.guesses[self.at] == token
         self.at += right
         return right
-
-
-def _never(seq: SeqId, features: Features) -> bool:
-    return False

@@ -21,10 +21,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..core import POINT, Ask, Draft, Features, Request, SeqId
-from . import Go, Retrieval
+from . import LONGEST, Go, Retrieval
 
 STORE = 20_000  # tokens; about 15 MB
-LONGEST = 32  # match lengths beyond this tell nothing more
 BRANCHED = 6  # nodes of the main chain that get branches
 TAIL = 4  # nodes of a branch beyond its first
 CHAIN = 32  # links followed when counting: only texts like "aaaa..." have longer chains
@@ -100,7 +99,8 @@ class Automaton:
             _, best, share = ranked[0]
             node = growth.add(at, best, min(matched, LONGEST), share)
             if siblings and growth.depth(node) - growth.depth(root) <= BRANCHED:
-                self._branch(growth, at, state, matched, best, siblings, min(TAIL, depth - 1))
+                tail = min(TAIL, depth - 1)
+                self._branch(growth, at, state, matched, ranked, siblings, tail)
             at, depth, matched, state = node, depth - 1, matched + 1, self.next[state][best]
 
     def _ranked(self, state: int) -> list[tuple[int, int, float]]:
@@ -118,14 +118,15 @@ class Automaton:
         at: int,
         state: int,
         matched: int,
-        best: int,
+        ranked: list[tuple[int, int, float]],
         siblings: int,
         tail: int,
     ) -> None:
-        """Other continuations of this match, then those of shorter ones."""
+        """Other continuations of this match, ranked, then those of shorter ones."""
+        _, best, _ = ranked[0]
         seen = {best}
         while siblings and state > 0:
-            for _, token, share in self._ranked(state)[: siblings + 1]:
+            for _, token, share in ranked[: siblings + 1]:
                 if token in seen or not siblings:
                     continue
                 seen.add(token)
@@ -133,7 +134,8 @@ class Automaton:
                 node = growth.add(at, token, min(matched, LONGEST), share, rank=len(seen) - 1)
                 self.follow(growth, node, self.next[state][token], matched + 1, tail)
             state = self.link[state]
-            matched = self.length[state] if state > 0 else 0
+            if state > 0:
+                matched, ranked = self.length[state], self._ranked(state)
 
 
 class Growth:
@@ -223,18 +225,13 @@ class Suffix(Retrieval):
             own, matched = cursor.own.step(max(own, 0), matched, token)
             state, other = self._store.step(state, other, token)
         mine = 2 * matched >= min(other, LONGEST)
+        sources = [(cursor.own, own, matched), (self._store, state, other)]
+        better, lesser = sources if mine else sources[::-1]
         growth = Growth(other=not mine)
-        if mine:
-            cursor.own.follow(growth, -1, own, matched, ask.depth, ask.siblings)
-        else:
-            self._store.follow(growth, -1, state, other, ask.depth, ask.siblings)
-        if ask.siblings and growth.tokens:  # the lesser source as well
+        better[0].follow(growth, -1, *better[1:], ask.depth, ask.siblings)
+        if ask.siblings and growth.tokens:
             growth.other = mine
-            tail = min(TAIL, ask.depth)
-            if mine:
-                self._store.follow(growth, -1, state, other, tail)
-            else:
-                cursor.own.follow(growth, -1, own, matched, tail)
+            lesser[0].follow(growth, -1, *lesser[1:], min(TAIL, ask.depth))
         return growth
 
     def memory(self) -> int:

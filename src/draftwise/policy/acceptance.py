@@ -143,26 +143,9 @@ class Acceptance:
             mean = request.mean(bin_, mean, REQUEST_WEIGHT)
         return mean
 
-    def chances(self, draft: Draft) -> list[float]:
-        """Chance of each node given that its parent is committed. A chain is followed down to where
-        nothing is left of it, and the list ends there."""
-        mood = self._mood.get((draft.seq, draft.drafter), 0)
-        known: dict[Features, float] = {}
-        out: list[float] = []
-        survival, is_chain = 1.0, draft.is_chain
-        for f in draft.features:
-            chance = known.get(f)
-            if chance is None:
-                bin_ = binned(f, mood)
-                chance = known[f] = self._chance(draft.seq, draft.drafter, f, bin_)
-            out.append(chance)
-            survival *= chance
-            if is_chain and survival < NOTHING:
-                break
-        return out
-
     def estimator(self, seq: int) -> Callable[[Draft, int], float]:
-        """The same for one node at a time, remembered for as long as the function is used."""
+        """The chance of a node given that its parent is committed; remembered for as long as the
+        function is used."""
         known: dict[tuple[str, Features], float] = {}
 
         def estimate(draft: Draft, node: int) -> float:
@@ -177,10 +160,15 @@ class Acceptance:
         return estimate
 
     def survival(self, draft: Draft) -> list[float]:
-        """Chance that each node is committed: the product of the chances along its path."""
+        """Chance that each node is committed: the product of the chances along its path. A chain is
+        followed down to where nothing is left of it, and the list ends there."""
+        estimate, is_chain = self.estimator(draft.seq), draft.is_chain
         out: list[float] = []
-        for chance, parent in zip(self.chances(draft), draft.parents, strict=False):
-            out.append(chance if parent < 0 else out[parent] * chance)
+        for node, parent in enumerate(draft.parents):
+            above = out[parent] if parent >= 0 else 1.0
+            out.append(above * estimate(draft, node))
+            if is_chain and out[-1] < NOTHING:
+                break
         return out
 
     def ahead(self, seq: int, drafter: str, last: Features | None = None) -> float:

@@ -19,13 +19,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..core import DEEPEST, Ask, Features, SeqId, State, StepResult
+from ..core import DEEPEST, SIBLINGS, Ask, Features, SeqId, State, StepResult
 from . import Costs
 from .acceptance import Acceptance, Yields
 from .lengths import Lengths
 
 DEEPEST_ASK = 16
-SIBLINGS = 3  # next best tokens beside each of a draft model's: a row each, and no seconds to draft
 FAR_BEHIND, BUY = 30, 0.5  # tokens; share of the price of reading them
 PROBE_SHARE, MOST_CREDIT = 0.01, 5.0  # seconds
 THRIFT_RATE, LEAST_THRIFT = 0.05, 0.3

@@ -22,7 +22,7 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..core import DEEPEST, POINT, Draft, Features, SeqId
+from ..core import DEEPEST, POINT, Draft, Features, SeqId, main_chain
 
 Company = tuple[str, str, int, bool]  # drafter, the best rival's, place among rivals, agreed
 WEIGHT = 8.0
@@ -86,8 +86,9 @@ class Tree:
         ends: dict[tuple[int, ...], Member] = {}
         if any(draft.after for draft in self._drafts):
             for i, draft in enumerate(self._drafts):
-                if not draft.after:
-                    ends[draft.main().tokens] = (i, _last(draft))
+                kept = main_chain(draft.parents)
+                if not draft.after and kept:
+                    ends[tuple(draft.tokens[node] for node in kept)] = (i, kept[-1])
         tails: dict[Member, list[int]] = {}
         for i, draft in enumerate(self._drafts):
             if draft.after in ends:
@@ -175,14 +176,6 @@ class Tree:
                 companies.learn(node.company, node.estimate, node.token == token)
                 if node.token == token:
                     at = place.get(id(node))
-
-
-def _last(draft: Draft) -> int:
-    """The node at the end of the main chain."""
-    node = -1
-    while children := draft.children(node):
-        node = children[0]
-    return node
 
 
 def _draft(seq: SeqId, nodes: Sequence[Node], parents: Sequence[int]) -> Draft:
