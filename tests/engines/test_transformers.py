@@ -439,7 +439,8 @@ def test_encoder_decoder_models_are_refused() -> None:
 
 def test_rows_past_the_vocabulary_are_not_seen() -> None:
     """The head may be padded beyond the vocabulary that the config names."""
-    rows = engine_module.TensorRows(torch.tensor([[0.0, 2.0, 1.0, 9.0]]), 3)
+    logits = engine_module._Logits(torch.tensor([[[0.0, 2.0, 1.0, 9.0]]]), 3)
+    rows = engine_module.TensorRows(logits, 0, 1)
     assert list(rows.argmax()) == [1]
     assert rows.row(0).tolist() == [0.0, 2.0, 1.0]
 

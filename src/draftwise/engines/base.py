@@ -7,6 +7,8 @@ one forward that begins at committed rows, and what stays of it is one path from
 
 `rollback` of the capabilities: "free" (rows can be dropped), "refeed" (state must be restored and
 rows fed again, at a cost), "none" (no row can be dropped: the target must be run plainly).
+`batch`: "packed" (a forward of several sequences pays for the rows of all), "padded" (each pays for
+the widest), "single" (they run one after another).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from ..core import FloatRow, SeqId
 class Caps:
     trees: bool  # drafts may branch; else Verify takes chains only
     rollback: str  # free | refeed | none
-    batch: str  # packed | padded
+    batch: str  # packed | padded | single: what sequences of a forward pay for, see below
     context: int | None  # positions that the model was made for
     vocabulary: int
 

@@ -1,19 +1,21 @@
-"""The transformers engine: any causal language model of the library, one sequence a forward.
+"""The transformers engine: any causal language model of the library.
 
-A forward appends its rows to the sequence's DynamicCache; `commit` crops what was rejected. Full
-and sliding layers roll back exactly, the latter because past recording is switched on after the
-prefill and `crop` follows every forward (crop(0) trims the window). Convolution states do the
-same. Recurrent states do not: `crop` leaves rejected tokens in them without a word, so such a
-model reports rollback "none" and is run plainly. Whether a cache can be cropped is only known
-after its first forward, so `__init__` runs one.
+A forward appends its rows to the sequence's cache; `commit` crops what was rejected. Models that
+verify trees (trees.py) take several sequences in one forward, from one storage (slots.py); others
+run them one after another. Full and sliding layers roll back exactly, the latter because past
+recording is switched on after the prefill and `crop` follows every forward (crop(0) trims the
+window). Convolution states do the same. Recurrent states do not: `crop` leaves rejected tokens in
+them without a word, so such a model reports rollback "none" and is run plainly. Whether a cache can
+be cropped is only known after its first forward, so `__init__` runs one.
 
 Lossless because a chain verified in one causal forward has the logits of token-by-token decoding,
 up to rounding (docs/design.md §3.5). Trees, where the model can, are in trees.py; a chain is never
-run as one. The user's model is never written to.
+run as one. The user's model is never written to, unless it is handed over (prepacked.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,30 +26,41 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core import FloatRow, SeqId, UsageError
-from . import trees
+from . import prepacked, slots, trees
 from .base import PREFILL_CHUNK, Caps, PrefillChunk, Rows, Shape, Verify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class TensorRows:
-    """Rows that stay on the device; only argmaxes or single rows are copied to the host."""
+class _Logits:
+    """Logits [sequences, rows, V] of one forward; their argmaxes come to the host together."""
 
-    def __init__(self, logits: torch.Tensor, vocabulary: int):
-        self._logits = logits[:, :vocabulary]
-        self._best: list[int] | None = None
+    def __init__(self, values: torch.Tensor, vocabulary: int):
+        self.values = values[..., :vocabulary]
+        self._best: list[list[int]] | None = None
 
-    def argmax(self) -> Sequence[int]:
+    def argmax(self) -> list[list[int]]:
         if self._best is None:
-            logits = self._logits.float()
+            values = self.values.float()
             # 16 rows of 152k on one core: numpy 0.4 ms, torch 2.5 ms, torch in bf16 25 ms.
-            best = logits.numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1)
+            best = values.numpy().argmax(-1) if values.device.type == "cpu" else values.argmax(-1)
             self._best = best.tolist()
         return self._best
 
+
+class TensorRows:
+    """Rows of one sequence that stay on the device; only argmaxes or single rows are copied to the
+    host."""
+
+    def __init__(self, logits: _Logits, at: int, rows: int):
+        self._logits, self._at, self._rows = logits, at, rows
+
+    def argmax(self) -> Sequence[int]:
+        return self._logits.argmax()[self._at][: self._rows]
+
     def row(self, i: int) -> FloatRow:
-        row: FloatRow = self._logits[i].float().cpu().numpy()
+        row: FloatRow = self._logits.values[self._at, i].float().cpu().numpy()
         return row
 
 
@@ -84,6 +97,9 @@ class TransformersEngine:
         self._model = weakref.ref(model) if borrowed else lambda: model
         self._sequences: dict[SeqId, _Sequence] = {}
         self._kept: _Sequence | None = None
+        self._group: slots.Group | None = None
+        self._heads: dict[int, prepacked.Prepacked] = {}  # for some of the ids
+        self._in_place = False  # caches that append without a copy
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         # Renamed within transformers 5.
@@ -95,7 +111,7 @@ class TransformersEngine:
         self.caps = Caps(
             trees=branches,
             rollback="free" if croppable else "none",
-            batch="padded",
+            batch="padded" if branches else "single",
             context=context,
             vocabulary=text.vocab_size,
         )
@@ -116,19 +132,28 @@ class TransformersEngine:
         """Whether the cache can be cropped, and whether trees can be verified."""
         tokens = trees.probe(vocabulary)[: context or None]
         with self._weights() as model:
-            cache = self._new_cache()
             ids = torch.tensor([tokens], dtype=torch.long, device=model.device)
-            logits = model(input_ids=ids, use_cache=True, **{self._cache_name: cache}).logits[0]
+
+            def run(cache: Any) -> torch.Tensor:
+                options = {self._cache_name: cache}
+                return model(input_ids=ids, use_cache=True, **options).logits[0].float()
+
+            cache = self._new_cache()
+            logits = run(cache)
             types = {type(layer).__name__ for layer in cache.layers}
             self._full = types == {"DynamicLayer"}
             croppable = bool(cache.is_croppable) and cache.get_seq_length() == len(tokens)
-            branches = (
-                self._full
-                and croppable
-                and trees.possible(model)
-                and trees.honoured(model, cache, self._cache_name, logits)
-            )
-        return croppable, branches
+            if not (self._full and croppable):
+                return croppable, False
+            self._in_place = True
+            cache = self._new_cache()
+            with contextlib.suppress(Exception):  # a model that does more with its cache
+                if torch.equal(run(cache), logits):
+                    branches = trees.possible(model)
+                    name = self._cache_name
+                    return True, branches and trees.honoured(model, cache, name, logits)
+            self._in_place = False
+        return croppable, False
 
     @contextmanager
     def _weights(self) -> Iterator[PreTrainedModel]:
@@ -146,7 +171,10 @@ class TransformersEngine:
         from transformers import DynamicCache
 
         with self._weights() as model:
-            return DynamicCache(config=model.config)
+            cache = DynamicCache(config=model.config)
+        if self._in_place:
+            cache.layers = [slots.Row() for _ in cache.layers]
+        return cache
 
     def open(self, seq: SeqId, tokens: Sequence[int], share: SeqId | None = None) -> int:
         if seq in self._sequences:
@@ -184,6 +212,10 @@ class TransformersEngine:
     def forward(self, work: Sequence[PrefillChunk | Verify]) -> list[Rows]:
         if self.closed:
             raise UsageError("this model is closed")
+        chains = [w for w in work if isinstance(w, Verify)]
+        if len(chains) > 1 and self.caps.batch == "padded":
+            together = iter(self._together(chains))
+            return [next(together) if isinstance(w, Verify) else self._prefill(w) for w in work]
         return [self._prefill(w) if isinstance(w, PrefillChunk) else self._verify(w) for w in work]
 
     def _prefill(self, work: PrefillChunk) -> Rows:
@@ -191,30 +223,59 @@ class TransformersEngine:
         for start in range(0, len(work.tokens), PREFILL_CHUNK):
             logits = self._run(sequence, work.tokens[start : start + PREFILL_CHUNK], 1)
             self.commit(work.seq, range(sequence.pending))
-        return TensorRows(logits, self.caps.vocabulary)
+        return TensorRows(logits, 0, 1)
 
     def _verify(self, work: Verify) -> Rows:
         sequence, n = self._open(work.seq), len(work.tokens)
         if not sequence.recording and self.caps.rollback == "free":
             sequence.cache.activate_past_recording()
             sequence.recording = True
-        padding = max(work.width - n, 0)
+        width = max(work.width, n)
         branches = any(parent != i for i, parent in enumerate(work.parents))
-        tree = self._tree(sequence, work.parents, n + padding) if branches else None
-        tokens = work.tokens + (0,) * padding
-        logits = self._run(sequence, tokens, n + padding, work.ids, tree)
+        tree = None
+        if branches:
+            self._check_branches(sequence)
+            with self._weights() as model:
+                held = [len(sequence.tokens)]
+                tree = trees.inputs([work.parents], width, held, model.dtype, model.device)
+        tokens = work.tokens + (0,) * (width - n)
+        logits = self._run(sequence, tokens, width, work.ids, tree)
         sequence.parents = work.parents if branches else ()
-        return TensorRows(logits[:n], self.caps.vocabulary)
+        return TensorRows(logits, 0, n)
 
-    def _tree(
-        self, sequence: _Sequence, parents: Sequence[int], rows: int
-    ) -> dict[str, torch.Tensor]:
+    def _check_branches(self, sequence: _Sequence) -> None:
         if not self.caps.trees:
             raise NotImplementedError("this model verifies chains only")
         if sequence.pending:
             raise ValueError("a tree begins at committed rows")
+
+    def _together(self, work: Sequence[Verify]) -> list[Rows]:
+        """One forward for all; every sequence pays for the widest."""
+        sequences = [self._open(w.seq) for w in work]
+        if len({id(s) for s in sequences}) < len(work):
+            raise ValueError("a sequence twice in one forward")
+        if any(s.pending for s in sequences):
+            raise ValueError("rows behind others that are not committed")
+        caches = [s.cache for s in sequences]
+        held = [len(s.tokens) for s in sequences]
+        width = max(max(w.width, len(w.tokens)) for w in work)
+        if self._group is None or not self._group.holds(caches, max(held) + width):
+            self._group = slots.Group(caches, max(held) + width)
+        parents = [w.parents or tuple(range(len(w.tokens) - 1)) for w in work]
+        rows = [w.tokens + (0,) * (width - len(w.tokens)) for w in work]
         with self._weights() as model:
-            return trees.inputs(parents, rows, len(sequence.tokens), model.dtype, model.device)
+            cache = self._new_cache()
+            cache.layers = self._group.layers(held, width)
+            inputs = trees.inputs(parents, width, held, model.dtype, model.device)
+            first = work[0].ids if len({w.ids for w in work}) == 1 else 0
+            logits = self._logits(rows, cache, width, first, inputs)
+        self._group.appended(held, width)
+        for w, s, row in zip(work, sequences, rows, strict=True):
+            s.tokens.extend(row)
+            s.pending, s.recording = width, True
+            branches = any(parent != i for i, parent in enumerate(w.parents))
+            s.parents = w.parents if branches else ()
+        return [TensorRows(logits, i, len(w.tokens)) for i, w in enumerate(work)]
 
     def _run(
         self,
@@ -223,27 +284,49 @@ class TransformersEngine:
         rows: int,
         first: int = 0,
         tree: dict[str, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Appends `tokens` to the cache; logits [rows, V] of the last `rows` of them, of the first
-        `first` ids if given; `tree`: mask and positions."""
+    ) -> _Logits:
+        """Appends `tokens` to the sequence's cache; otherwise as `_logits`."""
         if sequence.parents:
             raise ValueError("rows after a tree that is not committed")
+        logits = self._logits([tokens], sequence.cache, rows, first, tree)
+        sequence.tokens.extend(tokens)
+        sequence.pending += len(tokens)
+        return logits
+
+    def _logits(
+        self,
+        tokens: Sequence[Sequence[int]],
+        cache: Any,
+        rows: int,
+        first: int,
+        tree: dict[str, torch.Tensor] | None,
+    ) -> _Logits:
+        """Logits of the last `rows` of `tokens`, of the first `first` ids if given; `tree`: mask
+        and positions."""
         with self._weights() as model:
-            ids = torch.tensor([tokens], dtype=torch.long, device=model.device)
-            options: dict[str, Any] = {self._cache_name: sequence.cache, **(tree or {})}
+            ids = torch.tensor(tokens, dtype=torch.long, device=model.device)
+            options: dict[str, Any] = {self._cache_name: cache, **(tree or {})}
             if self._keeps_logits:
                 options["logits_to_keep"] = rows
             if first and self._partial:
                 options.pop("logits_to_keep", None)
-                states = model.base_model(input_ids=ids, use_cache=True, **options)[0]
-                head = model.get_output_embeddings()
-                bias = None if head.bias is None else head.bias[:first]
-                logits = torch.nn.functional.linear(states[0, -rows:], head.weight[:first], bias)
+                states = model.base_model(input_ids=ids, use_cache=True, **options)[0][:, -rows:]
+                logits = self._first(states, first)
             else:
-                logits = model(input_ids=ids, use_cache=True, **options).logits[0, -rows:]
-        sequence.tokens.extend(tokens)
-        sequence.pending += len(tokens)
-        return logits
+                logits = model(input_ids=ids, use_cache=True, **options).logits[:, -rows:]
+        return _Logits(logits, self.caps.vocabulary)
+
+    def _first(self, states: torch.Tensor, ids: int) -> torch.Tensor:
+        """The output layer's first so many logits."""
+        with self._weights() as model:
+            head = model.get_output_embeddings()
+            if isinstance(head, prepacked.Prepacked):
+                if ids not in self._heads:
+                    self._heads[ids] = head.first(ids) or head
+                logits: torch.Tensor = self._heads[ids](states)[..., :ids]
+                return logits
+            bias = None if head.bias is None else head.bias[:ids]
+            return torch.nn.functional.linear(states, head.weight[:ids], bias)
 
     @cached_property
     def _partial(self) -> bool:
@@ -251,7 +334,10 @@ class TransformersEngine:
         as this model shows on two tokens: some scale or cap them, or keep the layer quantised."""
         with self._weights() as model:
             head = model.get_output_embeddings()
-            if type(head) is not torch.nn.Linear or model.base_model is model:
+            if (
+                type(head) not in (torch.nn.Linear, prepacked.Prepacked)
+                or model.base_model is model
+            ):
                 return False
             ids = torch.tensor([[0, 1]], dtype=torch.long, device=model.device)
             states = model.base_model(input_ids=ids, use_cache=False)[0]

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -30,20 +31,32 @@ DISTINCT = 8
 
 
 def inputs(
-    parents: Sequence[int], rows: int, held: int, dtype: torch.dtype, device: torch.device
+    parents: Sequence[Sequence[int]],
+    rows: int,
+    held: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """Mask [1, 1, rows, held + rows] and positions of a tree; rows past its nodes are padding,
-    which sees what is held and itself."""
-    seen = torch.eye(rows, dtype=torch.bool)
-    depths = [0] * rows
-    for row, parent in enumerate(parents, 1):
-        seen[row] |= seen[parent]
-        depths[row] = depths[parent] + 1
-    mask = torch.zeros(rows, held + rows, dtype=dtype)
+    """Mask [trees, 1, rows, longest held + rows] and positions of trees, one a sequence; rows past
+    a tree's nodes are padding, which sees what is held and itself."""
+    length = max(held) + rows
+    seen = np.zeros((len(held), rows, length), dtype=bool)
+    depths = np.zeros((len(held), rows), dtype=np.int64)
+    for i, (tree, start) in enumerate(zip(parents, held, strict=True)):
+        seen[i, :, :start] = True
+        own = seen[i, :, start : start + rows]
+        np.fill_diagonal(own, True)
+        for row, parent in enumerate(tree, 1):
+            own[row] |= own[parent]
+            depths[i, row] = depths[i, parent] + 1
+        depths[i] += start
+    mask = torch.zeros(seen.shape, dtype=dtype)
     # Not -inf: a float mask of the library's own has the least number, too.
-    mask[:, held:].masked_fill_(~seen, torch.finfo(dtype).min)
-    positions = torch.tensor([depths]) + held
-    return {"attention_mask": mask[None, None].to(device), "position_ids": positions.to(device)}
+    mask.masked_fill_(~torch.from_numpy(seen), torch.finfo(dtype).min)
+    return {
+        "attention_mask": mask[:, None].to(device),
+        "position_ids": torch.from_numpy(depths).to(device),
+    }
 
 
 def is_path(path: Sequence[int], parents: Sequence[int]) -> bool:
@@ -102,7 +115,7 @@ def honoured(model: PreTrainedModel, cache: Any, name: str, logits: torch.Tensor
         options: dict[str, Any] = {
             name: cache,
             "input_ids": torch.tensor([tokens], device=model.device),
-            **inputs(PARENTS, len(NODES), len(HELD), model.dtype, model.device),
+            **inputs([PARENTS], len(NODES), [len(HELD)], model.dtype, model.device),
         }
         rows = model(use_cache=True, **options).logits[0].float()
     except Exception:  # whatever a model does with inputs that it does not know
