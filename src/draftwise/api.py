@@ -31,6 +31,7 @@ from .drafters import Drafter
 from .drafters.model import ModelDrafter
 from .engines import REGISTRY as ENGINES
 from .engines.base import Engine, sweep
+from .engines.kernels import check as check_kernels
 from .engines.transformers import TransformersEngine
 from .memory import DraftMemory, parse_size, release
 from .options import Sampling, sampling_params
@@ -68,17 +69,20 @@ class Model:
         draft_memory: int | str | None = None,
         costs: Path | None = None,
         borrowed: bool = False,
+        kernels: str = "eager",
     ):
         """`drafters`: names in the registry, Drafter objects, or loaded models with the target's
         tokenizer. `objective`, `max_slowdown` and `draft_memory` are those of `load`. `costs`: the
         folder of stored cost curves (None: nothing is stored). `borrowed`: hold the model weakly,
-        for a caller who keeps it."""
+        for a caller who keeps it. `kernels`: as in `load`; others than "eager" re-lay the weights
+        of the models given, which are then this Model's alone."""
         check_acceptance(acceptance, quality_budget)
         self.goal = policies.Goal(objective, max_slowdown)
         allowed = parse_size(draft_memory)
         self.tokenizer, self.acceptance, self.policy = tokenizer, acceptance, policy
         self.quality_budget, self._criterion = quality_budget, Criterion()
-        self.engine = TransformersEngine(model, borrowed=borrowed)
+        self.engine = TransformersEngine(model, borrowed=borrowed, kernels=kernels)
+        self._kernels = kernels
         self.eos = eos_ids(model)
         self._store = CostStore(costs) if costs is not None else None
         self._numbers = itertools.count()
@@ -111,7 +115,8 @@ class Model:
     @property
     def note(self) -> str | None:
         """What a user should know of how texts are made here, such as why nothing is drafted."""
-        notes = [self._plain, *(self._memory.notes if self._memory else ())]
+        notes = [self._plain, self.engine.kernels.note]
+        notes += self._memory.notes if self._memory else ()
         return "; ".join(note for note in notes if note) or None
 
     def _plain_reason(self) -> str | None:
@@ -128,7 +133,9 @@ class Model:
         from transformers import PreTrainedModel
 
         if isinstance(drafter, PreTrainedModel):
-            engine = TransformersEngine(drafter)
+            # Compiled, it would have to give up the shortened output layer (drafters/model.py).
+            kernels = "auto" if self._kernels == "compiled" else self._kernels
+            engine = TransformersEngine(drafter, kernels=kernels)
             return ModelDrafter(engine, self.engine.caps.vocabulary)
         if not isinstance(drafter, str):
             return drafter
@@ -412,6 +419,7 @@ def load(
     engine: str = "transformers",
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
+    kernels: str = "auto",
     progress: bool = True,
 ) -> Model:
     """Loads a target with its drafters; see Model.generate, stream and astream for what it can do.
@@ -428,7 +436,9 @@ def load(
     whole. `draft_memory`: bytes that drafters may take together, such as "500MB" or "2GiB"; what is
     too much is unloaded between requests, least useful first. `dtype`: "float32", "bfloat16",
     "float16" or None for the checkpoint's own; `device`: "cpu", "cuda", "cuda:1" or None for a GPU
-    if there is one.
+    if there is one. `kernels`: "eager" (transformers' own layers), "prepacked" (weights laid out
+    for the processor), "compiled" (torch.compile on top, minutes the first time) or "auto" (the
+    fastest that takes no compiling); what does not work or gain here is left out, with a note.
     `progress`: show what takes long on stderr. Measures the cost curve (about 4 s) unless it is
     stored from an earlier run. Raises UsageError for what the caller can mend.
 
@@ -441,6 +451,7 @@ def load(
     if engine not in ENGINES:
         raise UsageError(f"unknown engine {engine!r}: choose among {', '.join(ENGINES)}")
     policies.check(policy)
+    check_kernels(kernels)
     check_acceptance(acceptance, quality_budget)
     policies.Goal(objective, max_slowdown)
     allowed = parse_size(draft_memory)
@@ -473,6 +484,7 @@ def load(
         max_slowdown=max_slowdown,
         draft_memory=allowed,
         costs=cache_dir() / "costs",
+        kernels=kernels,
     )
     for name, weighs in refused.items():
         assert made._memory is not None

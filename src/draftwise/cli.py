@@ -136,6 +136,7 @@ def bench(
     temperature: options.Warmth = 0.0,
     seed: options.FirstSeed = 0,
     dtype: options.Dtype = None,
+    kernels: options.Kernels = "auto",
     threads: options.Threads = None,
     fresh: options.Fresh = False,
     trace: options.BenchTrace = None,
@@ -163,6 +164,7 @@ def bench(
         temperature=temperature,
         seed=seed,
         dtype=dtype,
+        kernels=kernels,
         threads=threads,
         fresh=fresh,
         trace=_trace(trace, trace_shadow, draft is not None),
@@ -208,6 +210,7 @@ def profile(
     draft: options.DraftModel = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
+    kernels: options.Kernels = "auto",
     threads: options.Threads = None,
     refresh: options.Refresh = False,
     as_json: options.Json = False,
@@ -216,9 +219,9 @@ def profile(
     from . import show
 
     _threads(threads)
-    report = {"target": show.profile(target, dtype, device, refresh)}
+    report = {"target": show.profile(target, dtype, device, kernels, refresh)}
     if draft is not None:
-        report["draft"] = show.profile(draft, dtype, device, refresh)
+        report["draft"] = show.profile(draft, dtype, device, kernels, refresh)
     if as_json:
         print(json.dumps(report))
     else:
@@ -293,6 +296,7 @@ def _load(ctx: typer.Context) -> Model:
     from . import show
     from .accept import check as check_acceptance
     from .api import load
+    from .engines.kernels import check as check_kernels
     from .memory import parse_size
     from .policy import Costs, Goal, make
     from .policy.cost import CostCurve
@@ -304,6 +308,7 @@ def _load(ctx: typer.Context) -> Model:
     make(chosen["policy"], Costs(CostCurve(), serial, (*drafters, *serial)), goal)
     parse_size(chosen["draft_memory"])
     check_acceptance(chosen["acceptance"], chosen["quality_budget"])
+    check_kernels(chosen["kernels"])
     _threads(chosen["threads"])
     show.watched(f"Loading {show.named(chosen['target'])}" + (f" and {draft}" if draft else ""))
     model = load(
@@ -317,6 +322,7 @@ def _load(ctx: typer.Context) -> Model:
         draft_memory=chosen["draft_memory"],
         dtype=chosen["dtype"],
         device=chosen["device"],
+        kernels=chosen["kernels"],
     )
     if model.engine.caps.rollback != "free":  # other notes are in the log already
         show.say(str(model.note))

@@ -45,6 +45,8 @@ MaxSlowdown = Annotated[float, _option(_SLOWER, "0.02", "SHARE", _MODEL)]
 DraftMemory = Annotated[str | None, _option(_MEMORY, "no limit", "SIZE", _MODEL)]
 Dtype = Annotated[str | None, _option(_DTYPE, "the checkpoint's", "DTYPE", _MODEL)]
 Device = Annotated[str | None, _option(_DEVICE, "cuda if present", "DEVICE", _MODEL)]
+_KERNELS = "eager, prepacked, compiled (slow to load at first) or auto."
+Kernels = Annotated[str, _option(_KERNELS, "auto", "NAME", _MODEL)]
 _THREADS = typer.Option(min=1, max=1024, help="CPU threads.", rich_help_panel=_MODEL)
 Threads = Annotated[int | None, _THREADS]
 _CONFIG = "TOML or JSON file of options by name; the command line wins over it."
@@ -128,6 +130,7 @@ class Loading:
     draft_memory: DraftMemory = None
     dtype: Dtype = None
     device: Device = None
+    kernels: Kernels = "auto"
     threads: Threads = None
     config: Config = None
 

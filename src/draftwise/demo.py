@@ -123,8 +123,8 @@ class Demo:
         self.console, self.tokenizer, self.params = console, tokenizer, params
         costs = cache_dir() / "costs"
         self.sides = {
-            "plain": Model(model, tokenizer, (), policy="plain", costs=costs),
-            "auto": Model(model, tokenizer, drafters, costs=costs),
+            "plain": Model(model, tokenizer, (), policy="plain", costs=costs, kernels="auto"),
+            "auto": Model(model, tokenizer, drafters, costs=costs, kernels="auto"),
         }
         self.step_of_dtype = float(_finfo(model).eps)
         self.dtype = str(model.dtype).removeprefix("torch.")

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from .api import Call
 from .engines.base import Shape, sweep
+from .engines.kernels import check as check_kernels
 from .engines.transformers import TransformersEngine
 from .models import load_model
 from .policy.cost import CostCurve, CostStore
@@ -131,12 +132,13 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 def profile(
-    source: str | None, dtype: str | None, device: str | None, refresh: bool
+    source: str | None, dtype: str | None, device: str | None, kernels: str, refresh: bool
 ) -> dict[str, Any]:
     """The stored cost curve of a model, measured first if there is none, or to `refresh` it."""
+    check_kernels(kernels)
     watched(f"Loading {named(source)}")
     model, _ = load_model(source, dtype=dtype, device=device)
-    engine = TransformersEngine(model)
+    engine = TransformersEngine(model, kernels=kernels)
     store = CostStore(cache_dir() / "costs")
     curve = None if refresh else store.load(engine.name)
     stored, note = curve is not None, None

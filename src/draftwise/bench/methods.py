@@ -60,11 +60,13 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The weights that all methods share."""
+    """The weights that all methods share; `theirs`: those of transformers' own, where Draftwise
+    re-lays its weights."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     draft: PreTrainedModel | None = None
+    theirs: Loaded | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def check_drafters(names: Sequence[str]) -> None:
 def make(spec: Spec, loaded: Loaded, eos: frozenset[int], sampled: Sampled, costs: Path) -> Method:
     """`costs`: a folder with the cost curves of the target and the draft model."""
     if spec.policy is None:
-        return HFMethod(spec.name, loaded, eos, sampled)
+        return HFMethod(spec.name, loaded.theirs or loaded, eos, sampled)
     drafters: list[Any] = [loaded.draft if d == MODEL else d for d in spec.drafters]
     model = Model(loaded.target, loaded.tokenizer, drafters, policy=spec.policy, costs=costs)
     return DraftwiseMethod(model, sampled)

@@ -83,7 +83,8 @@ def _where(env: Mapping[str, Any]) -> list[str]:
     sampling = "greedy" if env["temperature"] == 0 else f"temperature {env['temperature']}"
     draft = f", draft `{env['draft']}`" if env["draft"] else ""
     return [
-        f"- Target `{env['target']}`{draft}, {env['dtype']}, {sampling}, "
+        f"- Target `{env['target']}`{draft}, {env['dtype']}, "
+        f"{env.get('kernels', 'eager')} kernels, {sampling}, "
         f"{env['max_new_tokens']} new tokens at most",
         hardware(env),
         software(env),

@@ -42,7 +42,7 @@ from ..trace import Trace
 from ..unpack import quiet
 from . import environment, summary
 from .journal import Journal, Measurement, write_whole
-from .methods import Loaded, Method, Sampled, Spec, check_drafters, make, parse
+from .methods import HF, Loaded, Method, Sampled, Spec, check_drafters, make, parse
 from .suites import Prompt, Suite, load_suite
 
 WARM_UP = "Name three kinds of bread."
@@ -67,6 +67,7 @@ class BenchOptions:
     temperature: float = 0.0
     seed: int = 0
     dtype: str | None = None
+    kernels: str = "auto"
     threads: int | None = None
     fresh: bool = False
     drafters: tuple[str, ...] = ("lookup", "suffix")
@@ -87,9 +88,9 @@ def run(options: BenchOptions, console: Console, loaded: Loaded | None = None) -
             tempfile.TemporaryDirectory() as costs,
             quiet(bars=True),  # transformers warns of what its own assisted generation does
         ):
-            if loaded is None:
-                loaded = _load(options, console)
-            with _Bench(options, specs, loaded, Path(costs)) as bench:
+            kernels = "eager" if loaded else options.kernels  # a caller's models stay as they are
+            loaded = loaded or _load(options, console)
+            with _Bench(options, specs, loaded, Path(costs), kernels) as bench:
                 facts = bench.facts(suite) | {"resumed": taken_over}
                 bench.measure(suite, journal, console)
         facts["load_end"] = environment.load_average()
@@ -148,6 +149,13 @@ def _threads(number: int | None) -> Iterator[None]:
 
 
 def _load(options: BenchOptions, console: Console) -> Loaded:
+    ours = _read(options, console)
+    # Weights that Draftwise re-lays for itself would make transformers' methods faster, too.
+    apart = options.kernels != "eager" and any(m in HF for m in options.methods)
+    return replace(ours, theirs=_read(options, console)) if apart else ours
+
+
+def _read(options: BenchOptions, console: Console) -> Loaded:
     from ..models import load_model
     from ..vocabulary import check_same_vocabulary
 
@@ -163,12 +171,21 @@ def _load(options: BenchOptions, console: Console) -> Loaded:
 class _Bench:
     """The methods, ready to run, and a plain model that encodes prompts and has measured costs."""
 
-    def __init__(self, options: BenchOptions, specs: Sequence[Spec], loaded: Loaded, costs: Path):
+    def __init__(
+        self,
+        options: BenchOptions,
+        specs: Sequence[Spec],
+        loaded: Loaded,
+        costs: Path,
+        kernels: str,
+    ):
         self._options, self._loaded = options, loaded
         self._traced = traced(specs) if options.trace is not None else None
         draft = [loaded.draft] if loaded.draft is not None else []
         # First, so that the cost curves are measured once and stored for the methods' models.
-        self._plain = Model(loaded.target, loaded.tokenizer, draft, policy="plain", costs=costs)
+        self._plain = Model(
+            loaded.target, loaded.tokenizer, draft, policy="plain", costs=costs, kernels=kernels
+        )
         sampled = Sampled(options.temperature, options.seed)
         self._methods: dict[str, Method] = {
             spec.name: make(spec, loaded, self._plain.eos, sampled, costs) for spec in specs
@@ -190,6 +207,7 @@ class _Bench:
             **_asked(options),
             "target": options.target or target.config.name_or_path,
             "draft": options.draft or (draft.config.name_or_path if draft is not None else None),
+            "kernels": ["eager", *self._plain.engine.kernels.used][-1],
             "dtype": str(target.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "prompts": suite.path.name,

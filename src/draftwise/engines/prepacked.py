@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 GAIN = 1.05
 TRIAL = 24  # layers that are timed: some three blocks of a transformer
 ROWS = (1, 8)
+_LAYERS: WeakValueDictionary[int, Prepacked] = WeakValueDictionary()
 _product: Any = torch.ops.mkldnn._linear_pointwise
 _reorder: Any = torch.ops.mkldnn._reorder_linear_weight
 
@@ -41,8 +43,13 @@ class Prepacked(nn.Module):
         self.weight = weight
         self.bias = None if linear.bias is None else linear.bias.detach()
         self._packed = _reorder(linear.weight.detach())
+        self._number = max(_LAYERS, default=0) + 1
+        _LAYERS[self._number] = self
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            traced: torch.Tensor = _traced(states, self._number, self.out_features)
+            return traced
         product: torch.Tensor = _product(states, self._packed, self.bias, "none", [], "")
         return product
 
@@ -56,9 +63,31 @@ class Prepacked(nn.Module):
         part.bias = None if self.bias is None else nn.Parameter(self.bias[:ids], False)
         return Prepacked(part)
 
+    def linear(self) -> nn.Linear:
+        """The layer as it was."""
+        weight = self._packed.to_dense() if self.weight is None else self.weight
+        linear = nn.Linear(1, 1, bias=False, device="meta")
+        linear.in_features, linear.out_features = self.in_features, self.out_features
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        linear.bias = None if self.bias is None else nn.Parameter(self.bias, requires_grad=False)
+        return linear
+
     @property
     def nbytes(self) -> int:
         return int(self._packed.numel() * self._packed.element_size())
+
+
+@torch.library.custom_op("draftwise::prepacked", mutates_args=())
+def _traced(states: torch.Tensor, number: int, outputs: int) -> torch.Tensor:
+    """The product as compilers see it: they cannot hold a tensor in oneDNN's own order."""
+    layer = _LAYERS[number]
+    product: torch.Tensor = _product(states, layer._packed, layer.bias, "none", [], "")
+    return product
+
+
+@_traced.register_fake
+def _(states: torch.Tensor, number: int, outputs: int) -> torch.Tensor:
+    return states.new_empty((*states.shape[:-1], outputs))
 
 
 def why_not(model: PreTrainedModel) -> str | None:
@@ -71,7 +100,7 @@ def why_not(model: PreTrainedModel) -> str | None:
         return "this processor has no bfloat16 products"
     if model.dtype not in (torch.bfloat16, torch.float32):
         return f"weights of {str(model.dtype).removeprefix('torch.')} are not packed"
-    if not any(True for _ in _linears(model)):
+    if not _linears(model):
         return "this model has no plain linear layers"
     return None
 
@@ -105,6 +134,27 @@ def prepack(model: PreTrainedModel) -> str | None:
             kept = linear.weight if id(linear.weight) in shared else None
             setattr(holder, name, Prepacked(linear, kept))
     return None
+
+
+def is_prepacked(model: PreTrainedModel) -> bool:
+    return any(isinstance(module, Prepacked) for module in model.modules())
+
+
+def parameters(model: PreTrainedModel) -> int:
+    """How many the model has, prepacked ones included."""
+    layers = [m for m in model.modules() if isinstance(m, Prepacked)]
+    relaid = sum(m.in_features * m.out_features for m in layers if m.weight is None)
+    biases = sum(m.out_features for m in layers if m.bias is not None)
+    return relaid + biases + sum(p.numel() for p in model.parameters())
+
+
+def restore(model: PreTrainedModel) -> None:
+    """Undoes `prepack`."""
+    with torch.inference_mode():
+        for holder in list(model.modules()):
+            for name, child in list(holder.named_children()):
+                if isinstance(child, Prepacked):
+                    setattr(holder, name, child.linear())
 
 
 def _gain(linears: Sequence[nn.Linear]) -> float:

@@ -28,6 +28,9 @@ import torch
 from ..core import FloatRow, SeqId, UsageError
 from . import prepacked, slots, trees
 from .base import PREFILL_CHUNK, Caps, PrefillChunk, Rows, Shape, Verify
+from .compiled import GAIN as COMPILED_GAIN
+from .compiled import LEAST, Compiled, gain
+from .kernels import choose
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,9 +89,15 @@ class _Sequence:
 
 class TransformersEngine:
     """See engines/base.py for the methods; `model` must be in eval mode and stays the caller's
-    (`borrowed`: is held weakly)."""
+    (`borrowed`: is held weakly), unless `kernels` are other than "eager" (kernels.py)."""
 
-    def __init__(self, model: PreTrainedModel, name: str = "", borrowed: bool = False):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        name: str = "",
+        borrowed: bool = False,
+        kernels: str = "eager",
+    ):
         if model.config.is_encoder_decoder:
             raise UsageError(
                 "encoder-decoder models are not supported: name a causal language model"
@@ -104,6 +113,7 @@ class TransformersEngine:
         self._keeps_logits = "logits_to_keep" in parameters
         # Renamed within transformers 5.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self.kernels = choose(model, kernels)
         text = model.config.get_text_config(decoder=True)
         context = getattr(text, "max_position_embeddings", None)
         self._full = False  # every layer keeps all positions
@@ -115,16 +125,20 @@ class TransformersEngine:
             context=context,
             vocabulary=text.vocab_size,
         )
+        self._compiled: Compiled | None = None
+        if kernels == "compiled":
+            self._compile()
         where = f"{model.device.type} {torch.get_num_threads()} threads"
         if model.device.type == "cuda":
             where = torch.cuda.get_device_name(model.device)
         self.name = " | ".join(
             [
                 name or model.config.name_or_path or type(model).__name__,
-                f"{sum(p.numel() for p in model.parameters())} parameters",
+                f"{prepacked.parameters(model)} parameters",
                 "transformers",
                 where,
                 str(model.dtype),
+                *self.kernels.used,
             ]
         )
 
@@ -154,6 +168,34 @@ class TransformersEngine:
                     return True, branches and trees.honoured(model, cache, name, logits)
             self._in_place = False
         return croppable, False
+
+    def _compile(self) -> None:
+        """Runs through the compiler from now on, if that pays."""
+        if self.caps.batch != "padded":
+            self.kernels.without("compiled", "this model's cache has no fixed place")
+            return
+        seq, wide = -1, (1, 2)
+        with self._weights() as model:
+            compiled = Compiled(model.forward)
+        self.blank(seq, 64)
+
+        def run(width: int, with_compiled: bool) -> None:
+            self._compiled = compiled if with_compiled else None
+            self.forward([Verify(seq, (0,) * width)])[0].argmax()
+            self.commit(seq, ())
+
+        try:
+            for width in wide:
+                run(width, True)
+            gained = gain(lambda w: run(w, True), lambda w: run(w, False)) if compiled.runs else 0.0
+        finally:
+            self.close(seq)
+        self._compiled = compiled if gained >= COMPILED_GAIN else None
+        if self._compiled is None:
+            reason = compiled.failure or f"it gains nothing here ({gained:.2f}x)"
+            self.kernels.without("compiled", reason)
+        else:
+            self.kernels.used += ("compiled",)
 
     @contextmanager
     def _weights(self) -> Iterator[PreTrainedModel]:
@@ -227,6 +269,9 @@ class TransformersEngine:
 
     def _verify(self, work: Verify) -> Rows:
         sequence, n = self._open(work.seq), len(work.tokens)
+        partial = work.ids and self._partial
+        if self._compiled and self._compiled.runs and not (sequence.pending or partial):
+            return self._together([work], LEAST)[0]
         if not sequence.recording and self.caps.rollback == "free":
             sequence.cache.activate_past_recording()
             sequence.recording = True
@@ -249,8 +294,8 @@ class TransformersEngine:
         if sequence.pending:
             raise ValueError("a tree begins at committed rows")
 
-    def _together(self, work: Sequence[Verify]) -> list[Rows]:
-        """One forward for all; every sequence pays for the widest."""
+    def _together(self, work: Sequence[Verify], width: int = 1) -> list[Rows]:
+        """One forward for all, of at least `width`; every sequence pays for the widest."""
         sequences = [self._open(w.seq) for w in work]
         if len({id(s) for s in sequences}) < len(work):
             raise ValueError("a sequence twice in one forward")
@@ -258,7 +303,7 @@ class TransformersEngine:
             raise ValueError("rows behind others that are not committed")
         caches = [s.cache for s in sequences]
         held = [len(s.tokens) for s in sequences]
-        width = max(max(w.width, len(w.tokens)) for w in work)
+        width = max(width, *(max(w.width, len(w.tokens)) for w in work))
         if self._group is None or not self._group.holds(caches, max(held) + width):
             self._group = slots.Group(caches, max(held) + width)
         parents = [w.parents or tuple(range(len(w.tokens) - 1)) for w in work]
@@ -313,7 +358,9 @@ class TransformersEngine:
                 states = model.base_model(input_ids=ids, use_cache=True, **options)[0][:, -rows:]
                 logits = self._first(states, first)
             else:
-                logits = model(input_ids=ids, use_cache=True, **options).logits[:, -rows:]
+                alone = tree is not None and len(tokens) == 1 and self._compiled is not None
+                run = self._compiled if alone and self._compiled else model
+                logits = run(input_ids=ids, use_cache=True, **options).logits[:, -rows:]
         return _Logits(logits, self.caps.vocabulary)
 
     def _first(self, states: torch.Tensor, ids: int) -> torch.Tensor:
@@ -420,12 +467,16 @@ class TransformersEngine:
             return 0
         held = [s.cache for s in (*self._sequences.values(), self._kept) if s is not None]
         tensors = [*model.parameters(), *model.buffers()]
+        relaid = [m for m in model.modules() if isinstance(m, prepacked.Prepacked)]
+        relaid += self._heads.values()
         tensors += [t for cache in held for layer in cache.layers for t in _tensors(vars(layer))]
         # Several tensors may lie in one storage, and a cropped cache keeps the whole of its own.
         storages = [t.untyped_storage() for t in tensors]
-        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+        held_bytes = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+        return held_bytes + sum(layer.nbytes for layer in relaid)
 
     def free(self) -> None:
         self._sequences.clear()
-        self._kept = None
+        self._kept = self._group = self._compiled = None
+        self._heads.clear()
         self._model = lambda: None
