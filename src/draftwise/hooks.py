@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import Unpack
 
-from .api import DEFAULT_DRAFTERS, Model, eos_ids
+from .api import DEFAULT_DRAFTERS, Model
 from .core import SamplingParams, UsageError
+from .intake import eos_ids
 from .options import Sampling, sampling_params
 from .prompts import Prompt
 from .result import Result
