@@ -22,7 +22,15 @@ from typing_extensions import Unpack
 from . import policy as policies
 from .accept import check as check_acceptance
 from .accept import named
-from .batches import BatchOptions, BatchSampling, CallOptions, Prompts, each_params, is_batch
+from .batches import (
+    BatchOptions,
+    BatchSampling,
+    CallOptions,
+    Prompts,
+    each_params,
+    is_batch,
+    numbered,
+)
 from .call import Batch, Call, Steps, Text
 from .core import Request, SamplingParams, UsageError
 from .decode import Parts, decode_batch
@@ -236,7 +244,7 @@ class Model:
         prompt (of `stop`, a list of lists). At most `batch_size` prompts run at once; others join
         as those end. `cancel` ends all.
         """
-        ids = [self.encode(prompt) for prompt in prompts]
+        ids = [numbered(i, self.encode, prompt) for i, prompt in enumerate(prompts)]
         wishes = [
             Wish(params, acceptance, quality_budget) for params in each_params(sampling, len(ids))
         ]
@@ -299,15 +307,7 @@ class Model:
         transformers objects, called once for every token of the text, in order, with ids on
         `device`. `eos` and `tokenizer` replace the model's."""
         wish = Wish(
-            params,
-            acceptance,
-            quality_budget,
-            reuse,
-            processors,
-            criteria,
-            eos,
-            tokenizer,
-            device,
+            params, acceptance, quality_budget, reuse, processors, criteria, eos, tokenizer, device
         )
         request, stopper = self._intake.request(prompt, wish, self._serial)
         text, drafters = self._text(request, stopper), self._serving
@@ -329,8 +329,8 @@ class Model:
         """What `stream_batch` does once the prompts are token ids, as `start` is to `stream`."""
         check_size(batch_size)
         requests = [
-            self._intake.request(ids, wish, self._serial)
-            for ids, wish in zip(prompts, wishes, strict=True)
+            numbered(i, self._intake.request, ids, wish, self._serial)
+            for i, (ids, wish) in enumerate(zip(prompts, wishes, strict=True))
         ]
         texts = [self._text(*each) for each in requests]
         steps = self._steps(requests, policy, cancel, self._serving, batch_size)

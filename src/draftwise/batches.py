@@ -8,16 +8,19 @@ run again alone.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from .core import SamplingParams, UsageError
 from .options import Alike, Sampling, sampling_params
 from .trace import Trace
 
 Prompts = list[str] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, Any]]]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class BatchSampling(Alike, total=False):
@@ -78,3 +81,11 @@ def each_params(options: Mapping[str, Any], count: int) -> list[SamplingParams]:
     if seed is None:
         return params
     return [replace(own, seed=int(seed) + i) for i, own in enumerate(params)]
+
+
+def numbered(i: int, make: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+    """make(...), whose refusal tells which prompt it is about."""
+    try:
+        return make(*args, **named)
+    except UsageError as error:
+        raise UsageError(f"prompt {i}: {error}") from error

@@ -165,10 +165,10 @@ class Batch(_Running, Iterator[tuple[int, str]]):
 
     def __next__(self) -> tuple[int, str]:
         while not self._pieces:
-            results = self._next()
-            self._pieces.extend(self.take())
-            if not (results or self._pieces):
+            if not self._open():
                 raise StopIteration
+            self._next()
+            self._pieces.extend(self.take())
         return self._pieces.popleft()
 
     def take(self) -> list[tuple[int, str]]:
