@@ -15,9 +15,10 @@ from typing import Any
 from unittest import mock
 
 import draftwise.bench.replay as replaying
-import draftwise.decode as decoding
 import draftwise.policy.asking as asking
 import draftwise.policy.tree as tree
+import draftwise.run as running
+import draftwise.step as stepping
 from draftwise.bench.costs import world
 from draftwise.bench.oracle import bounds
 from draftwise.bench.traces import read
@@ -37,8 +38,8 @@ WITHOUT: dict[str, list[Callable[[], Any]]] = {
         _attribute(Guessing, "count", lambda self, features, context, rows=1: 0)
     ],
     "siblings of the draft model": [_attribute(asking, "SIBLINGS", 0)],
-    "branches of retrieval drafts": [_attribute(decoding, "SIBLINGS", 0)],
-    "continuations": [_attribute(decoding._Run, "_continued", lambda self, drafts, wanted: [])],
+    "branches of retrieval drafts": [_attribute(running, "SIBLINGS", 0)],
+    "continuations": [_attribute(stepping, "continued", lambda parts, runs, own: {})],
     "company": [_attribute(tree.Companies, "factor", lambda self, company, least: 1.0)],
     "reliability": [_attribute(Reliability, "corrected", lambda self, survival: list(survival))],
     "rehearsal": [_attribute(Acceptance, "rehearse", lambda self, seq, places: None)],

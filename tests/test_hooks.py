@@ -205,7 +205,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "output_scores": {"output_scores": True, "return_dict_in_generate": True},
     "output_logits": {"output_logits": True, "return_dict_in_generate": True},
     "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
-    "padding": {"attention_mask": torch.tensor([[0] + [1] * (len(PROMPT) - 1)])},
+    "gaps": {"attention_mask": torch.tensor([[1, 0] + [1] * (len(PROMPT) - 2)])},
+    "no prompt": {"attention_mask": torch.zeros(1, len(PROMPT), dtype=torch.long)},
     "use_cache": {"use_cache": False},
     "prompt_lookup": {"prompt_lookup_num_tokens": 3},
     "positions": {"position_ids": torch.arange(3, 3 + len(PROMPT))[None]},
@@ -223,13 +224,6 @@ def test_attention_outputs_are_refused() -> None:
     model = tiny_model("llama", attn_implementation="eager")
     with pytest.raises(UsageError, match="output_attentions"):
         hooked(model, output_attentions=True, return_dict_in_generate=True)
-
-
-def test_a_batch_is_refused(llama: PreTrainedModel) -> None:
-    with pytest.raises(UsageError, match="a batch of prompts"):
-        llama.generate(
-            torch.tensor([PROMPT, PROMPT]), custom_generate=draftwise.custom_generate, max_length=40
-        )
 
 
 def test_embeddings_as_prompt_are_refused(llama: PreTrainedModel) -> None:

@@ -156,7 +156,7 @@ def limited(limit: int, steps: list[StepResult], **sizes: int) -> list[str]:
     """What is left of drafters of these sizes after a request of these steps, at 1 s a token."""
     held = {name: Weighs(name, size) for name, size in sizes.items()}
     memory = DraftMemory(limit, held, Turn(), lambda: None)  # type: ignore[arg-type]
-    for _ in memory.watched((s for s in steps), lambda context: 1.0):
+    for _ in memory.watched(([s] for s in steps), lambda context, batch: 1.0):
         pass
     return list(held)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import Model, load
-    from .call import Call
+    from .call import Batch, Call
     from .core import SamplingParams, UsageError
     from .hooks import custom_generate, generate
     from .result import Result, Stats
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Batch",
     "Call",
     "Model",
     "Result",
@@ -29,6 +30,7 @@ __all__ = [
 
 # Imported when first used: torch takes over a second, and `draftwise --help` needs none of it.
 _HOMES = {
+    "Batch": "call",
     "Call": "call",
     "Model": "api",
     "Result": "result",

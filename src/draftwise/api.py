@@ -9,23 +9,31 @@ every policy, plain decoding included.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import warnings
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from typing_extensions import Unpack
 
 from . import policy as policies
-from .accept import Criterion, named
 from .accept import check as check_acceptance
-from .call import Call
+from .accept import named
+from .batches import (
+    BatchOptions,
+    BatchSampling,
+    CallOptions,
+    Prompts,
+    each_params,
+    is_batch,
+    numbered,
+)
+from .call import Batch, Call, Steps, Text
 from .core import Request, SamplingParams, UsageError
-from .decode import Parts, decode
+from .decode import Parts, decode_batch
 from .drafters import REGISTRY as DRAFTERS
 from .drafters import Drafter
 from .drafters.model import ModelDrafter
@@ -33,12 +41,13 @@ from .engines import REGISTRY as ENGINES
 from .engines.base import Engine, sweep
 from .engines.kernels import check as check_kernels
 from .engines.transformers import TransformersEngine
+from .intake import Intake, Wish, eos_ids
 from .memory import DraftMemory, parse_size, release
 from .options import Sampling, sampling_params
 from .policy.cost import CostCurve, CostStore
-from .prompts import Prompt, encode, special_ids
+from .prompts import Prompt, encode
 from .result import Result, Tally
-from .sampling import new_seed
+from .scheduler import BATCH_SIZE, check_size
 from .stopping import Stopper
 from .trace import Recorder, Trace
 from .turns import Turn
@@ -76,16 +85,17 @@ class Model:
         folder of stored cost curves (None: nothing is stored). `borrowed`: hold the model weakly,
         for a caller who keeps it. `kernels`: as in `load`; others than "eager" re-lay the weights
         of the models given, which are then this Model's alone."""
-        check_acceptance(acceptance, quality_budget)
         self.goal = policies.Goal(objective, max_slowdown)
         allowed = parse_size(draft_memory)
+        check_acceptance(acceptance, quality_budget)
         self.tokenizer, self.acceptance, self.policy = tokenizer, acceptance, policy
-        self.quality_budget, self._criterion = quality_budget, Criterion()
+        self.quality_budget = quality_budget
         self.engine = TransformersEngine(model, borrowed=borrowed, kernels=kernels)
         self._kernels = kernels
         self.eos = eos_ids(model)
+        self._intake = Intake(self.engine.caps, tokenizer, self.eos, acceptance, quality_budget)
+        self._criterion = self._intake.criterion
         self._store = CostStore(costs) if costs is not None else None
-        self._numbers = itertools.count()
         self._turn = Turn()
         self._policies: dict[str, policies.Policy] = {}
         self._unsaved = 0
@@ -108,8 +118,8 @@ class Model:
         for drafter in self.drafters.values():
             if isinstance(drafter, ModelDrafter):
                 drafter.guess_with(retrieval, serial[drafter.name].seconds)
-        trees = self.engine.caps.trees
-        self.costs = policies.Costs(target, serial, tuple(self.drafters), trees)
+        trees, padded = self.engine.caps.trees, self.engine.caps.batch == "padded"
+        self.costs = policies.Costs(target, serial, tuple(self.drafters), trees, padded)
         self._policy(policy)
 
     @property
@@ -168,37 +178,24 @@ class Model:
             self._policies[spec] = policies.make(spec, costs, self.goal)
         return self._policies[spec]
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        policy: str | None = None,
-        acceptance: str | None = None,
-        quality_budget: float | None = None,
-        reuse: bool = False,
-        cancel: threading.Event | None = None,
-        trace: Trace | Path | str | None = None,
-        **sampling: Unpack[Sampling],
-    ) -> Result:
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[CallOptions]) -> Result: ...
+
+    @overload
+    def generate(self, prompt: Prompts, **options: Unpack[BatchOptions]) -> list[Result]: ...
+
+    def generate(self, prompt: Any, **options: Any) -> Any:
         """Generates from a text, token ids, or chat messages (through the chat template).
 
-        Sampling options are those of SamplingParams; greedy unless `temperature` is above 0.
-        `policy`, `acceptance` and `quality_budget` replace the model's for this call. `reuse` keeps
-        the caches for a later call whose prompt begins with this text (chat turns). `cancel`, once
-        set, ends the text at the next step with finish reason "cancelled". `trace`: a file, or a
-        Trace, that the request is recorded to (trace.py). Raises UsageError for what the caller can
-        mend.
+        Options are those of `stream`. Raises UsageError for what the caller can mend. A list of
+        prompts gives a list of Results, with the options of `stream_batch`.
         """
-        call = self.stream(
-            prompt,
-            policy=policy,
-            acceptance=acceptance,
-            quality_budget=quality_budget,
-            reuse=reuse,
-            cancel=cancel,
-            trace=trace,
-            **sampling,
-        )
+        if is_batch(prompt):
+            batch = self.stream_batch(prompt, **options)
+            for _ in batch:
+                pass
+            return batch.results
+        call = self.stream(prompt, **options)
         for _ in call:
             pass
         return call.result
@@ -215,7 +212,14 @@ class Model:
         trace: Trace | Path | str | None = None,
         **sampling: Unpack[Sampling],
     ) -> Call:
-        """Like `generate`, but an iterator of text as it is committed; then `.result` is set."""
+        """An iterator of text as it is committed; then `.result` is set.
+
+        Sampling options are those of SamplingParams; greedy unless `temperature` is above 0.
+        `policy`, `acceptance` and `quality_budget` replace the model's for this call. `reuse` keeps
+        the caches for a later call whose prompt begins with this text (chat turns). `cancel`, once
+        set, ends the text at the next step with finish reason "cancelled". `trace`: a file, or a
+        Trace, that the request is recorded to (trace.py).
+        """
         params = sampling_params(sampling)
         return self.start(
             self.encode(prompt),
@@ -227,6 +231,31 @@ class Model:
             cancel=cancel,
             trace=trace,
         )
+
+    def stream_batch(
+        self,
+        prompts: Prompts,
+        *,
+        policy: str | None = None,
+        acceptance: str | None = None,
+        quality_budget: float | None = None,
+        cancel: threading.Event | None = None,
+        batch_size: int = BATCH_SIZE,
+        **sampling: Unpack[BatchSampling],
+    ) -> Batch:
+        """Several prompts in the same forwards: an iterator of (number of the prompt, text) as it
+        is committed; then `.results` are set, in the prompts' order.
+
+        Each text is the one that its prompt gives alone. One `seed` stands for prompt i as
+        seed + i; `seed`, `max_new_tokens` and `stop` may also be lists with an entry for each
+        prompt (of `stop`, a list of lists). At most `batch_size` prompts run at once; others join
+        as those end. `cancel` ends all.
+        """
+        ids = [numbered(i, self.encode, prompt) for i, prompt in enumerate(prompts)]
+        wishes = [
+            Wish(params, acceptance, quality_budget) for params in each_params(sampling, len(ids))
+        ]
+        return self.start_batch(ids, wishes, policy=policy, cancel=cancel, batch_size=batch_size)
 
     async def astream(
         self,
@@ -284,73 +313,70 @@ class Model:
         """What `stream` does once the prompt is token ids; `processors` and `criteria` are
         transformers objects, called once for every token of the text, in order, with ids on
         `device`. `eos` and `tokenizer` replace the model's."""
-        tokenizer = tokenizer or self.tokenizer
-        acceptance = self.acceptance if acceptance is None else acceptance
-        budget = self.quality_budget if quality_budget is None else quality_budget
-        check_acceptance(acceptance, budget)
-        if cancel is not None and not isinstance(cancel, threading.Event):
-            raise UsageError(f"cancel takes a threading.Event, not {cancel!r}")
-        if params.stop and tokenizer is None:
-            raise UsageError("stop strings need a tokenizer")
-        drafters = self._memory.serving if self._memory else self.drafters
-        chosen = self._policy(policy or self.policy)
-        limit = self._limit(prompt, params.max_new_tokens)
-        stops = frozenset() if params.ignore_eos else (self.eos if eos is None else eos)
-        endings = stops | special_ids(params.stop, tokenizer)
-        request = Request(
-            next(self._numbers),
-            tuple(prompt),
-            params,
-            new_seed() if params.seed is None else int(params.seed),
-            stops,
-            self._rule(acceptance, budget, params),
-            limit,
-            reuse,
-            tuple(processors),
-            device,
-            float(budget),
+        wish = Wish(
+            params, acceptance, quality_budget, reuse, processors, criteria, eos, tokenizer, device
         )
-        stopper = Stopper(tokenizer, prompt, limit, endings, params.stop, criteria, device)
-        tally = Tally(len(prompt), self.note, named(request))
-        recorder: Recorder | None = None
+        request, stopper = self._intake.request(prompt, wish, self._serial)
+        text, drafters = self._text(request, stopper), self._serving
         if trace is not None:
             trace = trace if isinstance(trace, Trace) else Trace(trace)
-            recorder = Recorder(trace, request, self.costs, policy or self.policy)
-            drafters = recorder.watch(drafters)
-        steps = decode(Parts(self.engine, drafters, chosen, self._turn), request, stopper)
-        if self._memory is not None:
-            curve = self.costs.target
-            steps = self._memory.watched(steps, lambda context: curve.seconds(1, context))
+            text.recorder = Recorder(trace, request, self.costs, policy or self.policy)
+            drafters = text.recorder.watch(drafters)
+        return Call(self._steps([(request, stopper)], policy, cancel, drafters), text, cancel)
+
+    def start_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        wishes: Sequence[Wish],
+        *,
+        policy: str | None = None,
+        cancel: threading.Event | None = None,
+        batch_size: int = BATCH_SIZE,
+    ) -> Batch:
+        """What `stream_batch` does once the prompts are token ids, as `start` is to `stream`."""
+        check_size(batch_size)
+        requests = [
+            numbered(i, self._intake.request, ids, wish, self._serial)
+            for i, (ids, wish) in enumerate(zip(prompts, wishes, strict=True))
+        ]
+        texts = [self._text(*each) for each in requests]
+        steps = self._steps(requests, policy, cancel, self._serving, batch_size)
+        return Batch(steps, texts, cancel)
+
+    @property
+    def _serial(self) -> bool:
+        return any(drafter.serial for drafter in self.drafters.values())
+
+    @property
+    def _serving(self) -> Mapping[str, Drafter]:
+        return self._memory.serving if self._memory else self.drafters
+
+    def _text(self, request: Request, stopper: Stopper) -> Text:
+        params, tally = request.params, Tally(len(request.prompt), self.note, named(request))
 
         def ended(steps: int) -> None:
             self._ended(steps)
-            if not (params.greedy or budget):
-                plain = self.costs.target.seconds(1, len(prompt)) * tally.asked_tokens
+            if not (params.greedy or request.quality_budget):
+                plain = self.costs.target.seconds(1, len(request.prompt)) * tally.asked_tokens
                 self._criterion.learn(request.acceptance, plain, tally.asked_seconds)
 
-        return Call(steps, stopper, tally, cancel, ended, recorder)
+        return Text(request.seq, stopper, tally, ended)
 
-    def _rule(self, acceptance: str, budget: float, params: SamplingParams) -> str:
-        """The rule's name: for `auto` a lossless one, known before the request's first token."""
-        if acceptance != "auto":
-            return acceptance
-        drawn = any(drafter.serial for drafter in self.drafters.values())
-        return self._criterion.choose() if drawn and not (params.greedy or budget) else "coupled"
-
-    def _limit(self, prompt: Sequence[int], wanted: int) -> int:
-        size, context = self.engine.caps.vocabulary, self.engine.caps.context
-        if len(prompt) == 0:
-            raise UsageError("the prompt is empty")
-        if min(prompt) < 0 or max(prompt) >= size:
-            raise UsageError(f"token ids must be between 0 and {size - 1}")
-        if context is None:
-            return wanted
-        if len(prompt) >= context:
-            raise UsageError(
-                f"the prompt has {len(prompt)} tokens, and the model's context holds {context}: "
-                "one must be left to generate"
-            )
-        return min(wanted, context - len(prompt))
+    def _steps(
+        self,
+        requests: Sequence[tuple[Request, Stopper]],
+        policy: str | None,
+        cancel: threading.Event | None,
+        drafters: Mapping[str, Drafter],
+        size: int = 1,
+    ) -> Steps:
+        if cancel is not None and not isinstance(cancel, threading.Event):
+            raise UsageError(f"cancel takes a threading.Event, not {cancel!r}")
+        chosen = self._policy(policy or self.policy)
+        steps = decode_batch(Parts(self.engine, drafters, chosen, self._turn), requests, size)
+        if self._memory is None:
+            return steps
+        return self._memory.watched(steps, self.costs.target.seconds)
 
     def encode(self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
         """Token ids of a text, of chat messages with the reply's opening, or of ids themselves."""
@@ -395,15 +421,6 @@ class Model:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The ids that end a text, as transformers finds them; none if none is defined."""
-    for config in (model.generation_config, model.config):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return frozenset(ids) if isinstance(ids, (list, tuple)) else frozenset([ids])
-    return frozenset()
 
 
 def load(

@@ -1,42 +1,128 @@
-"""`Call`: a request while it runs, seen as an iterator of text.
+"""`Call` and `Batch`: requests while they run, seen as iterators of text.
 
 Text is handed over as it is committed, in pieces that never split a character or a stop string.
-Closing the call, cancelling it, or an error in a step ends the request and frees its caches at
-once; what was generated until then stays in `result`.
+Closing, cancelling, or an error in a step ends all that still runs and frees its caches at once;
+what was generated until then stays in the results. A call is a batch of one prompt.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 
-from .core import StepResult, UsageError
+from .core import SeqId, StepResult, UsageError
 from .result import Result, Tally
 from .stopping import Stopper
 from .trace import Recorder
 
+Steps = Generator[list[StepResult], None, None]
 
-class Call(Iterator[str]):
-    """A running request: an iterator of text. `close()` ends it; `result` is set at its end."""
 
-    def __init__(
-        self,
-        steps: Generator[StepResult, None, None],
-        stopper: Stopper,
-        tally: Tally,
-        cancel: threading.Event | None,
-        ended: Callable[[int], None],
-        recorder: Recorder | None = None,
-    ):
-        self._steps, self._stopper, self._tally = steps, stopper, tally
-        self._cancel, self._ended, self._recorder = cancel, ended, recorder
-        self._result: Result | None = None
-        # Another thread may close the call while this one is in a step: the step then ends it.
+@dataclass
+class Text:
+    """One request's text and figures while it runs. `ended` hears of its steps."""
+
+    seq: SeqId
+    stopper: Stopper
+    tally: Tally
+    ended: Callable[[int], None]
+    recorder: Recorder | None = None
+    result: Result | None = None
+
+    def add(self, result: StepResult) -> None:
+        self.tally.add(result)
+        if self.recorder is not None:
+            self.recorder.add(result)
+
+    def end(self, reason: str) -> None:
+        if self.result is not None:
+            return
+        stopper = self.stopper
+        if stopper.finish is None:
+            stopper.end(reason)
+        stats = self.tally.stats()
+        self.result = Result(stopper.text, tuple(stopper.tokens), stopper.finish or reason, stats)
+        self.ended(stats.steps)
+        if self.recorder is not None:
+            self.recorder.end(self.result.finish_reason)
+
+
+class _Running:
+    """What calls and batches share: steps until every text has ended."""
+
+    def __init__(self, steps: Steps, texts: Sequence[Text], cancel: threading.Event | None):
+        self._steps, self._texts, self._cancel = steps, list(texts), cancel
+        self._by_seq = {text.seq: text for text in self._texts}
+        # Another thread may close it while this one is in a step: the step then ends it.
         self._running, self._closing = threading.RLock(), False
 
+    def _next(self) -> list[StepResult]:
+        """One step; empty once all have ended."""
+        with self._running:
+            results = self._step()
+            if self._closing:
+                self._stop()
+            return results
+
+    def _step(self) -> list[StepResult]:
+        if not self._open():
+            return []
+        if self._closing or (self._cancel is not None and self._cancel.is_set()):
+            self._stop()
+            return []
+        try:
+            results = next(self._steps)
+        except BaseException:
+            with contextlib.suppress(UsageError):  # a trace that cannot be written is no cause
+                self._end("cancelled")
+            raise
+        for result in results:
+            self._by_seq[result.seq].add(result)
+        ended = [result for result in results if result.finish is not None]
+        if len(ended) == len(self._open()):
+            next(self._steps, None)  # runs the generator to its end, which frees the caches
+        for result in ended:
+            self._by_seq[result.seq].end(result.finish or "")
+        return results
+
+    def _open(self) -> list[Text]:
+        return [text for text in self._texts if text.result is None]
+
+    def _end(self, reason: str) -> None:
+        for text in self._texts:
+            text.end(reason)
+
+    def _stop(self) -> None:
+        if self._open():
+            self._steps.close()
+            self._end("cancelled")
+
+    def close(self) -> None:
+        """Ends all that runs, after the step that another thread may be in; what was generated
+        until then is in the results, with reason "cancelled"."""
+        self._closing = True
+        if self._running.acquire(blocking=False):
+            try:
+                self._stop()
+            finally:
+                self._running.release()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Call(_Running, Iterator[str]):
+    """A running request: an iterator of text. `close()` ends it; `result` is set at its end."""
+
+    def __init__(self, steps: Steps, text: Text, cancel: threading.Event | None):
+        super().__init__(steps, [text], cancel)
+        self._text = text
+
     def __next__(self) -> str:
-        while self._result is None:
+        while self._text.result is None:
             step = self.step()
             piece = self.take()
             if piece:
@@ -47,74 +133,59 @@ class Call(Iterator[str]):
 
     def take(self) -> str:
         """The text that became safe to show and was not taken yet, for callers of `step`."""
-        return self._stopper.take()
+        return self._text.stopper.take()
 
     def step(self) -> StepResult | None:
         """One step of the request; None once it has ended."""
-        with self._running:
-            step = self._step()
-            if self._closing:
-                self._stop()
-            return step
-
-    def _step(self) -> StepResult | None:
-        if self._result is not None:
-            return None
-        if self._closing or (self._cancel is not None and self._cancel.is_set()):
-            self._stop()
-            return None
-        try:
-            result = next(self._steps)
-        except BaseException:
-            with contextlib.suppress(UsageError):  # a trace that cannot be written is not the cause
-                self._end("cancelled")
-            raise
-        self._tally.add(result)
-        if self._recorder is not None:
-            self._recorder.add(result)
-        if result.finish is not None:
-            next(self._steps, None)  # runs the generator to its end, which frees the caches
-            self._end(result.finish)
-        return result
-
-    def _end(self, reason: str) -> None:
-        stopper = self._stopper
-        if stopper.finish is None:
-            stopper.end(reason)
-        stats = self._tally.stats()
-        self._result = Result(stopper.text, tuple(stopper.tokens), stopper.finish or reason, stats)
-        self._ended(stats.steps)
-        if self._recorder is not None:
-            self._recorder.end(self._result.finish_reason)
-
-    def close(self) -> None:
-        """Ends the request, after the step that another thread may be in; what was generated until
-        then is in `result`, with reason "cancelled"."""
-        self._closing = True
-        if self._running.acquire(blocking=False):
-            try:
-                self._stop()
-            finally:
-                self._running.release()
-
-    def _stop(self) -> None:
-        if self._result is None:
-            self._steps.close()
-            self._end("cancelled")
+        results = self._next()
+        return results[0] if results else None
 
     @property
     def recording_seconds(self) -> float:
         """What recording a trace took, which the result's seconds contain."""
-        return self._recorder.seconds if self._recorder is not None else 0.0
+        return self._text.recorder.seconds if self._text.recorder is not None else 0.0
 
     @property
     def result(self) -> Result:
-        if self._result is None:
+        if self._text.result is None:
             raise UsageError("this call has not ended: iterate over it, or close it")
-        return self._result
+        return self._text.result
 
     def __enter__(self) -> Call:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+
+class Batch(_Running, Iterator[tuple[int, str]]):
+    """Running requests: an iterator of (number of the prompt, text). `close()` ends them all;
+    `results` is set at their end, in the prompts' order."""
+
+    def __init__(self, steps: Steps, texts: Sequence[Text], cancel: threading.Event | None):
+        super().__init__(steps, texts, cancel)
+        self._pieces: deque[tuple[int, str]] = deque()
+
+    def __next__(self) -> tuple[int, str]:
+        while not self._pieces:
+            if not self._open():
+                raise StopIteration
+            self._next()
+            self._pieces.extend(self.take())
+        return self._pieces.popleft()
+
+    def take(self) -> list[tuple[int, str]]:
+        """The texts that became safe to show and were not taken yet, for callers of `step`."""
+        pieces = ((i, text.stopper.take()) for i, text in enumerate(self._texts))
+        return [(i, piece) for i, piece in pieces if piece]
+
+    def step(self) -> list[StepResult]:
+        """One step of those that run, or one's pass over its prompt; empty once all have ended."""
+        return self._next()
+
+    @property
+    def results(self) -> list[Result]:
+        found = [text.result for text in self._texts if text.result is not None]
+        if len(found) < len(self._texts):
+            raise UsageError("this batch has not ended: iterate over it, or close it")
+        return found
+
+    def __enter__(self) -> Batch:
+        return self

@@ -141,18 +141,18 @@ def bench(
     fresh: options.Fresh = False,
     trace: options.BenchTrace = None,
     trace_shadow: options.TraceShadow = False,
+    batch: options.Batch = None,
 ) -> None:
-    """Measure methods against each other, prompt by prompt."""
+    """Measure methods against each other, prompt by prompt or batch by batch."""
     from rich.console import Console
 
     from .bench.report import table
     from .bench.run import BenchOptions, run
 
-    chosen = (
-        tuple(m.strip() for m in methods.split(",") if m.strip()) if methods else options.METHODS
-    )
-    if methods is None and draft is not None:
-        chosen = (*options.METHODS, "hf-assisted")
+    usual = options.BATCH_METHODS if batch else options.METHODS
+    chosen = tuple(m.strip() for m in methods.split(",") if m.strip()) if methods else usual
+    if methods is None and draft is not None and not batch:
+        chosen = (*usual, "hf-assisted")
     wanted = BenchOptions(
         target=target,
         draft=draft,
@@ -168,9 +168,17 @@ def bench(
         threads=threads,
         fresh=fresh,
         trace=_trace(trace, trace_shadow, draft is not None),
+        batch=_sizes(batch),
     )
     report = run(wanted, Console(stderr=True))
     Console().print(table(report))
+
+
+def _sizes(batch: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(size) for size in batch.split(",")) if batch else ()
+    except ValueError:
+        raise UsageError(f"--batch takes whole numbers such as 1,2,4,8, not {batch!r}") from None
 
 
 @app.command()

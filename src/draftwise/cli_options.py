@@ -83,10 +83,15 @@ _OUT = typer.Option("--json", metavar="OUT", dir_okay=False, help="Write the rep
 Prompts = Annotated[Path | None, _PROMPTS]
 Out = Annotated[Path | None, _OUT]
 PerCategory = Annotated[int, typer.Option(min=1, help="Prompts of each category.")]
+BATCH_METHODS = tuple(m for m in METHODS if m == "hf-plain" or not m.startswith("hf-"))
 _AMONG = f"{','.join(METHODS)}, and hf-assisted with a draft model"
 Methods = Annotated[str | None, _option("Comma-separated.", _AMONG, "NAMES", "Options")]
 Warmth = Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy.")]
 FirstSeed = Annotated[int, typer.Option("--seed", help="Seed of every prompt.")]
+_BATCH = (
+    "Measure batches of these sizes, comma-separated, against plain decoding of the same batches."
+)
+Batch = Annotated[str | None, _option(_BATCH, "single prompts", "SIZES", "Options")]
 Fresh = Annotated[bool, typer.Option("--fresh/--resume", help="Begin anew, or go on from OUT.")]
 
 

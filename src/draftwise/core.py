@@ -335,7 +335,8 @@ class StepResult:
     serial drafter that drafted and `stale` what it had to catch up with. `prefill` marks the result
     that carries the prompt's pass and the first token, of which `reused` tokens were cached.
     `loosened` counts accepted tokens that were not the target's own choice, `spent` the nats that
-    they gave up."""
+    they gave up. `batch`: the sequences of its forward. They share the step's seconds, of which
+    each result carries all; the results of one step are learned from together."""
 
     seq: SeqId
     plan: StepPlan
@@ -354,6 +355,7 @@ class StepResult:
     spent: float = 0.0
     loosened: int = 0
     path: tuple[int, ...] = ()  # the accepted nodes of the plan's draft
+    batch: int = 1
 
     @property
     def verified(self) -> int:

@@ -2,18 +2,25 @@
 
 `generate(model, tokenizer, prompt, ...)` is the full interface: it returns a Result and feeds a
 transformers `streamer`. `custom_generate` goes into `model.generate(**inputs,
-custom_generate=draftwise.custom_generate)` and returns what `generate` would: ids [1, L + new].
+custom_generate=draftwise.custom_generate)` and returns what `generate` would: ids [B, L + new].
+
+Both take batches. In the hook, padding on either side is left out of the prompts and kept in what
+is returned, and rows that ended are filled up with the padding token. Where transformers would go
+on after right padding as if it were text, the hook goes on after the prompt.
 
 Limits of the hook: transformers hands such a callable neither `streamer` nor `tokenizer`, so a
 streamer given there gets nothing after the prompt (use `generate` above), and `stop_strings` raise
 in transformers before we are called; it drops `assistant_model` without a word. Unlike
-`model.generate`, the hook stops where the model's context is full. What it cannot honour (several
-sequences, beams, padding, scores, a filled cache) it refuses with a UsageError. Logits processors
-and stopping criteria of the call are honoured: each is called once for every token, in order.
+`model.generate`, the hook stops where the model's context is full. What it cannot honour (beams,
+several sequences a prompt, scores, a filled cache) it refuses with a UsageError. Logits processors
+and stopping criteria of the call are honoured: each is called once for every token, in order, with
+a row's own ids [1, L], padding included. Those of a batch see its rows by turns, so one that counts
+its calls belongs to a batch of one.
 
 Lossless as in api.py. Greedy ids are those of `model.generate`; sampled ids have the same
 distribution, from a seed drawn from torch's global generator (so torch.manual_seed holds), but are
-not the ids that transformers would have drawn. The model, its configs and its caches are only read.
+not the ids that transformers would have drawn; row i has that seed + i. The model, its configs and
+its caches are only read.
 """
 
 from __future__ import annotations
@@ -21,14 +28,17 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import torch
 from typing_extensions import Unpack
 
-from .api import DEFAULT_DRAFTERS, Model, eos_ids
+from .api import DEFAULT_DRAFTERS, Model
+from .batches import BatchSampling, Prompts, each_params, is_batch, numbered
 from .core import SamplingParams, UsageError
+from .intake import Wish, eos_ids
 from .options import Sampling, sampling_params
+from .padding import PaddedRows, counted, pad_id, unbroken
 from .prompts import Prompt
 from .result import Result
 
@@ -45,6 +55,13 @@ KNOWN = (
     "past_key_values",
     "position_ids",
     "use_cache",
+)
+# What transformers makes processors of that remember, or count on, all rows of a batch.
+ONE_ROW = (
+    "guidance_scale",
+    "watermarking_config",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
 )
 _wrapped: weakref.WeakKeyDictionary[Any, tuple[Model, Any]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -71,10 +88,47 @@ def _facts(model: PreTrainedModel) -> tuple[Any, ...]:
     return (*limits, model.dtype, model.device)
 
 
+class _Options(TypedDict, total=False):
+    drafters: Sequence[Any]
+    policy: str
+    acceptance: str
+    quality_budget: float
+    logits_processor: Sequence[Any]
+    stopping_criteria: Sequence[Any]
+
+
+class OneOptions(_Options, Sampling, total=False):
+    """What `generate` takes beside one prompt, for type checkers."""
+
+    streamer: Any
+
+
+class SeveralOptions(_Options, BatchSampling, total=False):
+    """What `generate` takes beside a list of prompts, for type checkers."""
+
+
+@overload
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     prompt: Prompt,
+    **options: Unpack[OneOptions],
+) -> Result: ...
+
+
+@overload
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt: Prompts,
+    **options: Unpack[SeveralOptions],
+) -> list[Result]: ...
+
+
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt: Any,
     *,
     drafters: Sequence[Any] = DEFAULT_DRAFTERS,
     policy: str = "auto",
@@ -83,38 +137,50 @@ def generate(
     streamer: Any = None,
     logits_processor: Sequence[Any] = (),
     stopping_criteria: Sequence[Any] = (),
-    **sampling: Unpack[Sampling],
-) -> Result:
+    **sampling: Any,
+) -> Any:
     """Generates with a model that the caller holds, without changing it.
 
     `drafters` may hold loaded draft models; those other than the default are not kept between
     calls (make a `draftwise.Model` for that). `streamer` is a transformers streamer: it gets the
-    prompt ids, then new ids as they are committed, then `end()`.
+    prompt ids, then new ids as they are committed, then `end()`. A list of prompts gives a list of
+    Results (see Model.stream_batch), without a streamer.
     """
-    params = sampling_params(sampling)
+    several = is_batch(prompt)
+    prompts = list(prompt) if several else [prompt]
+    # Of one prompt, a list is no list of options.
+    params = each_params(sampling, len(prompts)) if several else [sampling_params(sampling)]
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
             f"draftwise.generate takes a transformers model, then its tokenizer, not a "
             f"{type(model).__name__} (a draftwise.Model has its own generate)"
         )
+    if several and streamer is not None:
+        raise UsageError("a streamer takes one prompt, not a batch")
     if tuple(drafters) == DEFAULT_DRAFTERS:
         wrapped = _wrap(model)
     else:
         wrapped = Model(model, tokenizer, drafters, policy=policy, borrowed=True)
-    ids = wrapped.encode(prompt, tokenizer)
-    call = wrapped.start(
-        ids,
-        params,
-        policy=policy,
-        acceptance=acceptance,
-        quality_budget=quality_budget,
-        processors=logits_processor,
-        criteria=stopping_criteria,
-        eos=eos_ids(model),
-        tokenizer=tokenizer,
-    )
+    ids = [
+        numbered(i, wrapped.encode, each, tokenizer) if several else wrapped.encode(each, tokenizer)
+        for i, each in enumerate(prompts)
+    ]
+    more = {
+        "processors": logits_processor,
+        "criteria": stopping_criteria,
+        "eos": eos_ids(model),
+        "tokenizer": tokenizer,
+    }
+    if several:
+        wishes = [Wish(own, acceptance, quality_budget, **more) for own in params]
+        batch = wrapped.start_batch(ids, wishes, policy=policy)
+        for _ in batch:
+            pass
+        return batch.results
+    chosen = {"policy": policy, "acceptance": acceptance, "quality_budget": quality_budget}
+    call = wrapped.start(ids[0], params[0], **chosen, **more)
     if streamer is not None:
-        streamer.put(torch.tensor([ids]))
+        streamer.put(torch.tensor(ids))
     with call:
         while (step := call.step()) is not None:
             for token in step.committed if streamer is not None else ():
@@ -135,28 +201,32 @@ def custom_generate(
     **model_kwargs: Any,
 ) -> Any:
     """For `model.generate(..., custom_generate=draftwise.custom_generate)`; see the module."""
-    config = generation_config
+    config, (rows, width) = generation_config, input_ids.shape
     _refuse(config, input_ids, synced_gpus, model_kwargs)
-    greedy = not config.do_sample
-    # Length limits, EOS and everything about probabilities come as processors and criteria that
-    # transformers made from the config; only the draw itself is ours.
-    params = SamplingParams(
-        max_new_tokens=max(int(config.max_length) - input_ids.shape[1], 1),
-        temperature=0.0 if greedy else 1.0,
-        seed=None if greedy else int(torch.randint(2**62, ()).item()),
-    )
-    call = _wrap(model).start(
-        input_ids[0].tolist(),
-        params,
-        processors=tuple(logits_processor or ()),
-        criteria=tuple(stopping_criteria or ()),
-        eos=frozenset(),
-        device=input_ids.device,
-    )
-    for _ in call:
+    mask = model_kwargs.get("attention_mask")
+    padded = PaddedRows(input_ids, mask)
+    pad = pad_id(config, rows, stopping_criteria)
+    seed = None if not config.do_sample else int(torch.randint(2**62, ()).item())
+    wishes = [
+        Wish(
+            # Length limits, EOS and everything about probabilities come as processors and criteria
+            # that transformers made from the config; only the draw itself is ours.
+            SamplingParams(
+                max_new_tokens=max(int(config.max_length) - width, 1),
+                temperature=0.0 if seed is None else 1.0,
+                seed=None if seed is None else seed + i,
+            ),
+            processors=padded.processors(i, logits_processor or ()),
+            criteria=padded.criteria(i, stopping_criteria or ()),
+            eos=frozenset(),
+            device=input_ids.device,
+        )
+        for i in range(rows)
+    ]
+    batch = _wrap(model).start_batch(padded.prompts, wishes, batch_size=rows)
+    for _ in batch:
         pass
-    new = torch.tensor([call.result.token_ids], dtype=input_ids.dtype, device=input_ids.device)
-    ids = torch.cat([input_ids, new], dim=-1)
+    ids = padded.joined([result.token_ids for result in batch.results], pad)
     if not config.return_dict_in_generate:
         return ids
     from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -166,18 +236,17 @@ def custom_generate(
 
 def _refuse(config: Any, ids: torch.Tensor, synced: bool, kwargs: dict[str, Any]) -> None:
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     others = [n for n, value in kwargs.items() if n not in KNOWN and value is not None]
     refused = {
         "num_beams above 1": (config.num_beams or 1) > 1,
         "num_return_sequences above 1": (config.num_return_sequences or 1) > 1,
-        "a batch of prompts (call it once for each)": ids.shape[0] != 1,
         "output_scores, output_logits, output_attentions and output_hidden_states": any(
             getattr(config, name, False) for name in OUTPUTS
         ),
-        "padding in the prompt": mask is not None and bool((mask == 0).any()),
-        "positions other than 0, 1, 2, ...": positions is not None
-        and positions.flatten().tolist() != list(range(ids.shape[1])),
+        "an attention mask with gaps": not unbroken(ids, kwargs.get("attention_mask")),
+        "positions other than 0, 1, 2, ...": not counted(
+            ids, kwargs.get("attention_mask"), kwargs.get("position_ids")
+        ),
         f"the model input {', '.join(others)}": bool(others),
         "inputs_embeds": kwargs.get("inputs_embeds") is not None,
         "a cache that already holds tokens": cache is not None and any(map(_filled, cache.layers)),
@@ -186,6 +255,11 @@ def _refuse(config: Any, ids: torch.Tensor, synced: bool, kwargs: dict[str, Any]
             config.prompt_lookup_num_tokens
         ),
         "synced_gpus": bool(synced),
+        **{
+            f"{name} for several prompts": len(ids) > 1
+            and getattr(config, name, None) not in (None, 0, 1)
+            for name in ONE_ROW
+        },
     }
     for what, present in refused.items():
         if present:

@@ -116,19 +116,20 @@ class DraftMemory:
         )
 
     def watched(
-        self, steps: Generator[StepResult, None, None], plain: Callable[[int], float]
-    ) -> Generator[StepResult, None, None]:
-        """The same steps, from which usefulness is learned; `plain`: T(1) at a context."""
+        self, steps: Generator[list[StepResult], None, None], plain: Callable[[int, int], float]
+    ) -> Generator[list[StepResult], None, None]:
+        """The same steps, from which usefulness is learned; `plain`: T(1) at a context, of a batch
+        of so many."""
         with self._turn:
             names = list(self.drafters)
             self._users.update(names)
         sizes: dict[str, int] | None = None
         try:
-            for result in steps:
-                self._learn(result, plain)
-                if result.finish is not None:
+            for results in steps:
+                self._learn(results, plain)
+                if any(result.finish is not None for result in results):
                     sizes = self._sizes()
-                yield result
+                yield results
         finally:
             sizes = self._sizes() if sizes is None else sizes
             steps.close()
@@ -179,14 +180,16 @@ class DraftMemory:
         share = self._saved[name] / self._seconds if tried else UNTRIED
         return max(share, 0.0) / max(size, 1), -size
 
-    def _learn(self, r: StepResult, plain: Callable[[int], float]) -> None:
-        if r.prefill:
-            return
+    def _learn(self, results: Sequence[StepResult], plain: Callable[[int, int], float]) -> None:
         # Outside of the step's turn: an addition that two threads make at once may be lost, which
         # a sum over many steps can bear, while a lock could meet the collector of another request.
-        self._seconds += r.seconds
-        if r.asked is not None:
-            self._saved[r.asked] -= r.draft_seconds
-        if r.plan.draft is not None:
-            gained = plain(r.context) * len(r.committed) - r.verify_seconds
-            self._saved[r.plan.draft.drafter] += gained
+        steps = [r for r in results if not r.prefill]
+        asked = [r.asked for r in steps if r.asked is not None]
+        if steps:
+            self._seconds += steps[0].seconds
+        for name in asked:
+            self._saved[name] -= steps[0].draft_seconds / len(asked)
+        for r in steps:
+            if r.plan.draft is not None:
+                gained = plain(r.context, r.batch) * len(r.committed) - r.verify_seconds
+                self._saved[r.plan.draft.drafter] += gained / r.batch

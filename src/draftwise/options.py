@@ -17,14 +17,16 @@ ELSEWHERE = {
     "do_sample": ": a temperature above 0 samples",
     "max_length": ": max_new_tokens counts new tokens only",
     "num_beams": ": beam search is not supported",
+    "batch_size": ": it goes with a list of prompts",
+    "reuse": ": it goes with a single prompt",
+    "trace": ": it goes with a single prompt",
     "num_return_sequences": ": call it once for each text, with a seed of its own",
 }
 
 
-class Sampling(TypedDict, total=False):
-    """The names of SamplingParams, for type checkers."""
+class Alike(TypedDict, total=False):
+    """Those that are the same for all prompts of a batch."""
 
-    max_new_tokens: int
     temperature: float
     top_k: int
     top_p: float
@@ -34,9 +36,15 @@ class Sampling(TypedDict, total=False):
     frequency_penalty: float
     logit_bias: Mapping[int, float]
     min_new_tokens: int
+    ignore_eos: bool
+
+
+class Sampling(Alike, total=False):
+    """The names of SamplingParams, for type checkers."""
+
+    max_new_tokens: int
     stop: str | Sequence[str]
     seed: int | None
-    ignore_eos: bool
 
 
 def sampling_params(options: Mapping[str, Any]) -> SamplingParams:

@@ -4,6 +4,10 @@ The counts reconcile: tokens = 1 (prefill) + Σ over steps (accepted + 1 bonus),
 inside an accepted block cut off. `tokens_per_step` is committed tokens over target forwards, the
 prefill left out; `tokens_per_second` is over decode seconds, which hold everything after the
 first token, draft prefill included. Time to first token is apart.
+
+The texts of a batch share seconds: each counts those of every step that it took part in, so that
+its speed is what its reader sees, and a batch's is the sum of its texts' while they all run. What
+others took to read their prompts is in nobody's.
 """
 
 from __future__ import annotations
@@ -114,7 +118,7 @@ class Tally:
             self.asks += 1
             if self.asks > 1:
                 self.asked_tokens += len(r.committed)
-                self.asked_seconds += r.seconds
+                self.asked_seconds += r.seconds / r.batch
         for name in ("draft", "verify", "rest"):
             self._seconds[name] += getattr(r, f"{name}_seconds")
         if r.plan.draft is not None:

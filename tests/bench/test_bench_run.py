@@ -18,6 +18,7 @@ from draftwise.bench.journal import Journal, Measurement
 from draftwise.bench.methods import HFMethod, Loaded, Outcome, Sampled, first_forward, make, parse
 from draftwise.bench.run import BenchOptions, run
 from draftwise.core import UsageError
+from draftwise.trace import Trace
 
 METHODS = ("plain", "auto", "fixed:3", "auto+suffix", "auto+model", "hf-plain", "hf-lookup")
 ALL = (*METHODS, "hf-assisted")
@@ -295,6 +296,91 @@ def test_transformers_runs_without_the_models_own_defaults(loaded: Loaded, name:
         loaded.target.generation_config = shipped
     assert 0 < outcome.ttft < outcome.wall_seconds
     assert 0 < outcome.decode_seconds < outcome.wall_seconds
+
+
+BATCHED = ("plain", "auto", "fixed:3", "hf-plain")
+
+
+def test_batches_are_measured_against_plain_decoding_of_the_same(
+    options: BenchOptions, loaded: Loaded
+) -> None:
+    made = run(replace(options, methods=BATCHED, batch=(1, 2, 3)), quiet(), loaded)
+    for name in BATCHED:
+        own = made["methods"][name]["by_category"]
+        assert list(own) == ["batch 1", "batch 2", "batch 3"]
+        # Four prompts: four groups of one, two of two, one of three; 12 tokens each.
+        assert [own[c]["prompts"] for c in own] == [4, 2, 1]
+        assert [own[c]["tokens"] for c in own] == [48, 48, 36]
+        assert all(own[c]["identical_to_plain"] == 1.0 for c in own)
+        assert made["methods"]["plain"]["by_category"]["batch 2"]["speedup_vs_plain"] == 1.0
+    assert made["methods"]["plain"]["overall"]["tokens_per_step"] == 1.0
+    assert [r["texts"] for r in made["runs"]] == [1] * 16 + [2] * 8 + [3] * 4
+    for shown in (report.markdown(made), _printed(made)):
+        assert report.TOGETHER in shown and "batch 3" in shown
+
+
+def _printed(made: dict[str, Any]) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(report.table(made))
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def test_a_group_is_what_its_prompts_are_alone(loaded: Loaded, tmp_path: Path) -> None:
+    prompts, sampled = [list(range(40, 60)), [5, 6, 7], [9] * 11], Sampled(0.7, 3)
+    for name in BATCHED[:3]:
+        method = make(parse(name, ("lookup",), False), loaded, frozenset({7}), sampled, tmp_path)
+        whole = method.together(prompts, 15)
+        alone = [method.generate(prompt, 15).token_ids for prompt in prompts]
+        assert whole.token_ids == sum(alone, ()) and whole.texts == 3
+        assert 0 < whole.decode_seconds < whole.wall_seconds
+        method.close()
+
+
+def test_padded_rows_of_transformers_end_with_their_text(loaded: Loaded) -> None:
+    prompts = [list(range(40, 60)), [5, 6, 7]]
+    free = HFMethod("hf-plain", loaded, frozenset(), Sampled(0.0, 0))
+    texts = [free.generate(prompt, 12).token_ids for prompt in prompts]
+    assert free.together(prompts, 12).token_ids == sum(texts, ())
+    stop = texts[1][3]
+    method = HFMethod("hf-plain", loaded, frozenset([stop]), Sampled(0.0, 0))
+    ended = [method.generate(prompt, 12).token_ids for prompt in prompts]
+    assert len(ended[1]) <= 4
+    assert method.together(prompts, 12).token_ids == sum(ended, ())
+
+
+def test_no_size_of_batch_sees_what_another_wrote(
+    options: BenchOptions, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: list[int] = []
+    original = methods.DraftwiseMethod.together
+
+    def spying(self: Any, prompts: Any, limit: int) -> Outcome:
+        if limit == 5:
+            known.append(len(self.model.drafters["suffix"]._texts))
+        return original(self, prompts, limit)
+
+    monkeypatch.setattr(methods.DraftwiseMethod, "together", spying)
+    chosen = {"methods": ("auto",), "max_new_tokens": 5, "batch": (2, 4)}
+    run(replace(options, **chosen), quiet(), loaded)
+    # A warm-up of as many texts, then what this size has written.
+    assert known == [2, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"batch": (0,)}, "between 1 and 256"),
+        ({"batch": (2, 2)}, "named twice"),
+        ({"batch": (5,)}, "5 needs as many prompts"),
+        ({"batch": (2,), "methods": ("plain", "hf-lookup")}, "hf-lookup takes one prompt"),
+        ({"batch": (2,), "trace": Trace("t.jsonl")}, "not batches"),
+    ],
+)
+def test_what_batches_cannot_have_is_refused_before_anything_is_loaded(
+    options: BenchOptions, more: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        run(replace(options, **{"methods": ("plain", "auto"), "draft": "none", **more}), quiet())
 
 
 def test_losses_are_marked_and_listed(options: BenchOptions, loaded: Loaded) -> None:

@@ -165,7 +165,7 @@ def test_a_curve_that_prices_every_draft_out_is_found_out(monkeypatch, regime):
 def test_after_many_plain_steps_a_draft_without_tokens_is_passed_over():
     auto = Auto(Costs(CostCurve([(Shape(1, 0), 0.1), (Shape(2, 0), 9.0)]), {}, ("a", "b")))
     auto.open(0)
-    auto.retiming._since_wide = WIDEN
+    auto.retiming(1)._since_wide = WIDEN
     none, some = chain(0, "a", [], []), chain(0, "b", [5, 6], [Features(match=1)] * 2)
     for made, expected in (([none], None), ([none, some], (5,))):
         state = State(0, 5, 9, tuple(made))

@@ -21,7 +21,7 @@ from ..core import UsageError
 
 @dataclass(frozen=True)
 class Measurement:
-    """One method's turn at one prompt; see methods.Outcome."""
+    """One method's turn at one prompt, or at `texts` of them together; see methods.Outcome."""
 
     question_id: int | str
     category: str
@@ -34,6 +34,7 @@ class Measurement:
     accepted: int | None
     verified: int | None
     by_drafter: Mapping[str, Mapping[str, int]]
+    texts: int = 1
 
     @property
     def key(self) -> tuple[int | str, str]:
@@ -41,8 +42,8 @@ class Measurement:
 
     @property
     def decoded(self) -> int:
-        """Tokens after the first one, which belongs to the prefill."""
-        return max(len(self.token_ids) - 1, 0)
+        """Tokens after each text's first one, which belongs to the prefill."""
+        return max(len(self.token_ids) - self.texts, 0)
 
 
 class Journal:

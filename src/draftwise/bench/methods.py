@@ -17,6 +17,7 @@ does. Hooks find that forward and are gone when it ends. Both sides ignore the s
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -71,7 +72,8 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One generation. `steps`, `accepted` and `verified` are None where they cannot be seen."""
+    """One generation, or `texts` of them together, whose token ids follow one another and whose
+    counts are sums. `steps`, `accepted` and `verified` are None where they cannot be seen."""
 
     token_ids: tuple[int, ...]
     decode_seconds: float
@@ -81,11 +83,15 @@ class Outcome:
     accepted: int | None = None
     verified: int | None = None
     by_drafter: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    texts: int = 1
 
 
 class Method(Protocol):
     def generate(self, prompt: Sequence[int], limit: int, trace: Trace | None = None) -> Outcome:
         """Generates at most `limit` tokens; `trace` records them, where the method is ours."""
+
+    def together(self, prompts: Sequence[Sequence[int]], limit: int) -> Outcome:
+        """The same for several prompts in one batch."""
 
     def close(self) -> None:
         """Frees what is not shared."""
@@ -121,6 +127,12 @@ def _used(policy: policies.Policy, drafters: tuple[str, ...]) -> tuple[str, ...]
         return ()
     one = getattr(policy, "drafter", None)
     return (one,) if one in drafters else drafters
+
+
+def check_batches(specs: Sequence[Spec], sizes: Sequence[int]) -> None:
+    for spec in specs:
+        if spec.name in HF and spec.name != "hf-plain" and max(sizes, default=1) > 1:
+            raise UsageError(f"method {spec.name} takes one prompt at a time: leave it out")
 
 
 def check_drafters(names: Sequence[str]) -> None:
@@ -168,6 +180,36 @@ class DraftwiseMethod:
             {name: dict(counts) for name, counts in stats.by_drafter.items()},
         )
 
+    def together(self, prompts: Sequence[Sequence[int]], limit: int) -> Outcome:
+        start = time.perf_counter()
+        batch = self.model.stream_batch(
+            [list(prompt) for prompt in prompts],
+            max_new_tokens=limit,
+            temperature=self._sampled.temperature,
+            seed=[self._sampled.seed] * len(prompts),  # a text is the same in every batch size
+            batch_size=len(prompts),
+        )
+        for _ in batch:
+            pass
+        wall = time.perf_counter() - start
+        stats = [result.stats for result in batch.results]
+        first = sum(s.first_token_seconds for s in stats)  # prompts are read one after the other
+        served: dict[str, Counter[str]] = {}
+        for own in stats:
+            for name, counts in own.by_drafter.items():
+                served.setdefault(name, Counter()).update(counts)
+        return Outcome(
+            tuple(token for result in batch.results for token in result.token_ids),
+            wall - first,
+            first,
+            wall,
+            sum(s.steps for s in stats),
+            sum(s.accepted for s in stats),
+            sum(s.verified for s in stats),
+            {name: dict(counts) for name, counts in served.items()},
+            len(prompts),
+        )
+
     def close(self) -> None:
         self.model.close()
 
@@ -191,9 +233,17 @@ class HFMethod:
         self._config = config
 
     def generate(self, prompt: Sequence[int], limit: int, trace: Trace | None = None) -> Outcome:
+        return self.together([prompt], limit)
+
+    def together(self, prompts: Sequence[Sequence[int]], limit: int) -> Outcome:
         target, device = self._target, self._target.device
-        ids = torch.tensor([list(prompt)], dtype=torch.long, device=device)
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        longest = max(map(len, prompts))
+        pads = [longest - len(prompt) for prompt in prompts]
+        pad = self._config.pad_token_id
+        rows = [[pad] * n + list(prompt) for n, prompt in zip(pads, prompts, strict=True)]
+        ids = torch.tensor(rows, dtype=torch.long, device=device)
+        mask = torch.tensor([[0] * n + [1] * (longest - n) for n in pads], device=device)
+        inputs = {"input_ids": ids, "attention_mask": mask}
         options: dict[str, Any] = {"assistant_model": self._assistant} if self._assistant else {}
         self._config.max_new_tokens = limit
         generate: Any = target.generate
@@ -206,8 +256,15 @@ class HFMethod:
             start = _now(device)
             made = generate(**inputs, generation_config=self._config, **options)
             total = _now(device) - start
-        ids_out = tuple(made[0, ids.shape[1] :].tolist())
-        return Outcome(ids_out, first.decode_seconds(start, total), first.end - start, total)
+        texts = [self._ended(row) for row in made[:, longest:].tolist()]
+        ids_out = tuple(token for text in texts for token in text)
+        seconds = first.decode_seconds(start, total)
+        return Outcome(ids_out, seconds, first.end - start, total, texts=len(prompts))
+
+    def _ended(self, row: list[int]) -> list[int]:
+        """A row without what fills it up after its end."""
+        stops = set(self._config.eos_token_id or ())
+        return row[: next((i + 1 for i, t in enumerate(row) if t in stops), len(row))]
 
     def close(self) -> None:
         return

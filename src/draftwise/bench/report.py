@@ -24,6 +24,7 @@ Report = Mapping[str, Any]
 LOSS = 0.98
 MARK = "▼"
 OVERALL = "overall"
+TOGETHER = "Tokens per second of the whole batch"
 DETAILS = ("tokens/s", "tokens/step", "acceptance", "identical", "first token", "tokens")
 
 
@@ -43,7 +44,24 @@ def table(report: Report) -> RenderableType:
         below.add_column(heading, justify="right" if heading else "left")
     for name, own in methods.items():
         below.add_row(name, *_details(own[OVERALL]))
-    return Group(shown, below, Text(_legend(report), style="dim"))
+    legend = Text(_legend(report), style="dim")
+    if not report["environment"].get("batch"):
+        return Group(shown, below, legend)
+    together = Table(title=TOGETHER, title_justify="left")
+    for heading in ("", *methods):
+        together.add_column(heading, justify="right" if heading else "left")
+    for row in _throughput(report):
+        together.add_row(*row)
+    return Group(shown, together, below, legend)
+
+
+def _throughput(report: Report) -> list[list[str]]:
+    """Tokens per second by size of batch and method."""
+    methods = list(report["methods"].values())
+    return [
+        [part, *(_number(_part(own, part)["tokens_per_second"], ".1f") for own in methods)]
+        for part in _categories(report)
+    ]
 
 
 def _cell(compared: tuple[float | None, Sequence[float] | None]) -> Text:
@@ -67,6 +85,9 @@ def markdown(report: Report) -> str:
         *grid(["category", *(f"`{name}`" for name in methods)], speedups),
         "",
     ]
+    if env.get("batch"):
+        headings = ["category", *(f"`{name}`" for name in methods)]
+        lines += [f"**{TOGETHER}**", "", *grid(headings, _throughput(report)), ""]
     if report["comparisons"]:
         lines += ["**Ratios of `auto`** (95 % interval)", "", *_comparisons(report, parts), ""]
     details = [[f"`{name}`", *_details(own[OVERALL])] for name, own in methods.items()]

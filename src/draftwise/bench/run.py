@@ -41,9 +41,21 @@ from ..core import SamplingParams, UsageError
 from ..trace import Trace
 from ..unpack import quiet
 from . import environment, summary
+from .groups import Group, check_sizes, groups
 from .journal import Journal, Measurement, write_whole
-from .methods import HF, Loaded, Method, Sampled, Spec, check_drafters, make, parse
-from .suites import Prompt, Suite, load_suite
+from .methods import (
+    HF,
+    Loaded,
+    Method,
+    Outcome,
+    Sampled,
+    Spec,
+    check_batches,
+    check_drafters,
+    make,
+    parse,
+)
+from .suites import Suite, load_suite
 
 WARM_UP = "Name three kinds of bread."
 WARM_UP_TOKENS = 12
@@ -55,6 +67,7 @@ class BenchOptions:
     `prompts` None: the default set. `methods`: see methods.py. `out`: where the report goes, if
     anywhere. `fresh`: discard what a killed run has left. `drafters`: those beside the draft model.
     `trace`: records the first method of Draftwise that is not plain, with categories as labels.
+    `batch`: sizes of batches to measure instead of single prompts (groups.py).
     """
 
     target: str | None
@@ -72,6 +85,7 @@ class BenchOptions:
     fresh: bool = False
     drafters: tuple[str, ...] = ("lookup", "suffix")
     trace: Trace | None = None
+    batch: tuple[int, ...] = ()
 
 
 def run(options: BenchOptions, console: Console, loaded: Loaded | None = None) -> dict[str, Any]:
@@ -79,6 +93,7 @@ def run(options: BenchOptions, console: Console, loaded: Loaded | None = None) -
     progress bar, normally one on stderr. `loaded`: models to use instead of loading them."""
     specs = _check(options, loaded)
     suite = load_suite(options.prompts, options.per_category)
+    made = groups(suite, options.batch, options.seed)
     partial = options.out.with_name(f"{options.out.name}.partial.jsonl") if options.out else None
     journal = Journal(partial, _header(options, suite), options.fresh)
     taken_over = len(journal.done)
@@ -92,9 +107,9 @@ def run(options: BenchOptions, console: Console, loaded: Loaded | None = None) -
             loaded = loaded or _load(options, console)
             with _Bench(options, specs, loaded, Path(costs), kernels) as bench:
                 facts = bench.facts(suite) | {"resumed": taken_over}
-                bench.measure(suite, journal, console)
+                bench.measure(made, journal, console)
         facts["load_end"] = environment.load_average()
-        text = json.dumps(_report(facts, list(journal.done.values()), specs, suite), indent=1)
+        text = json.dumps(_report(facts, list(journal.done.values()), specs, made), indent=1)
         if options.out is not None:
             write_whole(options.out, text + "\n")
         journal.remove()
@@ -117,6 +132,10 @@ def _check(options: BenchOptions, loaded: Loaded | None) -> list[Spec]:
         raise UsageError(f"{options.out} is a folder: name a file for the report")
     draft = options.draft is not None or (loaded is not None and loaded.draft is not None)
     specs = [parse(name, options.drafters, draft) for name in options.methods]
+    check_sizes(options.batch)
+    check_batches(specs, options.batch)
+    if options.trace is not None and options.batch:
+        raise UsageError("a trace records single prompts, not batches")
     if options.trace is not None and traced(specs) is None:
         raise UsageError("a trace needs a method of Draftwise that is not plain")
     return specs
@@ -186,16 +205,33 @@ class _Bench:
         self._plain = Model(
             loaded.target, loaded.tokenizer, draft, policy="plain", costs=costs, kernels=kernels
         )
-        sampled = Sampled(options.temperature, options.seed)
-        self._methods: dict[str, Method] = {
-            spec.name: make(spec, loaded, self._plain.eos, sampled, costs) for spec in specs
-        }
+        self._specs, self._costs = specs, costs
+        self._methods: dict[str, Method] = {}
 
     def __enter__(self) -> _Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._plain.close()
+        self._close()
+
+    def _begin(self, size: int) -> None:
+        """New methods, warmed up: what one learned of a prompt, its text above all, must not serve
+        it in another size of batch."""
+        self._close()
+        sampled = Sampled(self._options.temperature, self._options.seed)
+        self._methods = {
+            spec.name: make(spec, self._loaded, self._plain.eos, sampled, self._costs)
+            for spec in self._specs
+        }
+        ids = self._encode(WARM_UP)
+        for method in self._methods.values():
+            if self._options.batch:
+                method.together([ids] * size, WARM_UP_TOKENS)
+            else:
+                method.generate(ids, WARM_UP_TOKENS)
+
+    def _close(self) -> None:
         for method in self._methods.values():
             method.close()
 
@@ -219,54 +255,58 @@ class _Bench:
             "load_start": environment.load_average(),
         }
 
-    def measure(self, suite: Suite, journal: Journal, console: Console) -> None:
-        prompts = [(p, *self._encoded(p)) for p in suite.prompts]
-        self._warm_up()
+    def measure(self, made: Sequence[Group], journal: Journal, console: Console) -> None:
+        encoded = [(group, *self._encoded(group)) for group in made]
+        size = 0
         with _bar(console) as bar:
-            total = len(prompts) * len(self._methods)
+            total = len(encoded) * len(self._specs)
             task = bar.add_task("", total=total, completed=len(journal.done))
-            for prompt, ids, limit in prompts:
-                for name in self._order(prompt):
-                    if (prompt.question_id, name) in journal.done:
+            for group, ids, limit in encoded:
+                if len(group.prompts) != size:
+                    size = len(group.prompts)
+                    self._begin(size)
+                for name in self._order(group):
+                    if (group.id, name) in journal.done:
                         continue
-                    bar.update(task, description=f"{prompt.category}: {name}")
-                    trace = self._trace(name, prompt)
-                    outcome = self._methods[name].generate(ids, limit, trace)
-                    where = (prompt.question_id, prompt.category, name)
+                    bar.update(task, description=f"{group.category}: {name}")
+                    outcome = self._outcome(name, group, ids, limit)
+                    where = (group.id, group.category, name)
                     journal.add(Measurement(*where, **vars(outcome)))
                     bar.advance(task)
 
-    def _trace(self, method: str, prompt: Prompt) -> Trace | None:
-        trace = self._options.trace
-        return replace(trace, label=prompt.category) if trace and method == self._traced else None
+    def _outcome(self, name: str, group: Group, ids: list[list[int]], limit: int) -> Outcome:
+        method = self._methods[name]
+        if self._options.batch:
+            return method.together(ids, limit)
+        return method.generate(ids[0], limit, self._trace(name, group))
 
-    def _encoded(self, prompt: Prompt) -> tuple[list[int], int]:
-        """A prompt's token ids, and how many tokens may follow them."""
-        ids = self._encode(prompt.text)
+    def _trace(self, method: str, group: Group) -> Trace | None:
+        trace = self._options.trace
+        return replace(trace, label=group.category) if trace and method == self._traced else None
+
+    def _encoded(self, group: Group) -> tuple[list[list[int]], int]:
+        """The prompts' token ids, and how many tokens may follow each."""
+        ids = [self._encode(prompt.text) for prompt in group.prompts]
         context, wanted = self._plain.engine.caps.context, self._options.max_new_tokens
         if context is None:
             return ids, wanted
-        if len(ids) >= context:
-            raise UsageError(
-                f"prompt {prompt.question_id} has {len(ids)} tokens, and the target's context "
-                f"holds {context}"
-            )
-        return ids, min(wanted, context - len(ids))
+        for own, prompt in zip(ids, group.prompts, strict=True):
+            if len(own) >= context:
+                raise UsageError(
+                    f"prompt {prompt.question_id} has {len(own)} tokens, and the target's context "
+                    f"holds {context}"
+                )
+        return ids, min(wanted, context - max(map(len, ids)))
 
     def _encode(self, text: str) -> list[int]:
         if getattr(self._loaded.tokenizer, "chat_template", None):
             return self._plain.encode([{"role": "user", "content": text}])
         return self._plain.encode(text)
 
-    def _warm_up(self) -> None:
-        ids = self._encode(WARM_UP)
-        for method in self._methods.values():
-            method.generate(ids, WARM_UP_TOKENS)
-
-    def _order(self, prompt: Prompt) -> list[str]:
+    def _order(self, group: Group) -> list[str]:
         order = list(self._methods)
         # By prompt, so that a run that was killed goes on with the same order.
-        random.Random(f"{self._options.seed} {prompt.question_id}").shuffle(order)
+        random.Random(f"{self._options.seed} {group.id}").shuffle(order)
         return order
 
 
@@ -283,10 +323,13 @@ def _bar(console: Console) -> Progress:
 
 
 def _report(
-    facts: Mapping[str, Any], done: Sequence[Measurement], specs: Sequence[Spec], suite: Suite
+    facts: Mapping[str, Any],
+    done: Sequence[Measurement],
+    specs: Sequence[Spec],
+    made: Sequence[Group],
 ) -> dict[str, Any]:
     rank = {spec.name: i for i, spec in enumerate(specs)}
-    place = {p.question_id: i for i, p in enumerate(suite.prompts)}
+    place = {group.id: i for i, group in enumerate(made)}
     ordered = sorted(done, key=lambda m: (place[m.question_id], rank[m.method]))
     table = summary.by_method(ordered)
     return {
@@ -312,4 +355,5 @@ def _run(m: Measurement, same: bool | None) -> dict[str, Any]:
         "verified": m.verified,
         "identical": same,
         "by_drafter": m.by_drafter,
+        "texts": m.texts,
     }

@@ -138,11 +138,21 @@ class Asking:
         drafting = self._drafting.get(seq)
         return drafting.context if drafting else 0
 
-    def learn(self, r: StepResult) -> float:
-        """From a step in which a drafter was asked; the seconds that its drafting should take."""
-        assert r.asked is not None
-        curve = self.costs.serial[r.asked]
-        draft = next((d for d in r.drafted if d.drafter == r.asked), None)
+    def learn(self, asked: Sequence[StepResult]) -> float:
+        """From the sequences of a step for which a drafter was asked, one after the other; the
+        seconds that drafting should have taken."""
+        expected: dict[str, float] = {}
+        for r in asked:
+            assert r.asked is not None
+            expected[r.asked] = expected.get(r.asked, 0.0) + self._learn(r, r.asked)
+        whole = sum(expected.values())
+        for name, seconds in expected.items():
+            self.costs.serial[name].scale(asked[0].draft_seconds * seconds / whole, seconds)
+        return whole
+
+    def _learn(self, r: StepResult, name: str) -> float:
+        curve = self.costs.serial[name]
+        draft = next((d for d in r.drafted if d.drafter == name), None)
         own = len(draft.main().tokens) if draft else 1
         plain = curve.seconds(max(r.stale, 1), max(r.context - r.stale, 0))
         plain += (own - 1) * curve.seconds(1, r.context)
@@ -151,9 +161,8 @@ class Asking:
         expected = sum(curve.seconds(width, before) for width in widths) or plain
         if r.stale <= FAR_BEHIND:
             seen = max(expected / plain, LEAST_THRIFT)
-            self._thrift[r.asked] += THRIFT_RATE * (seen - self._thrift[r.asked])
-        curve.scale(r.draft_seconds, expected)
-        self.yields.learn(r.seq, r.asked, r.accepted, own, r.verified)
+            self._thrift[name] += THRIFT_RATE * (seen - self._thrift[name])
+        self.yields.learn(r.seq, name, r.accepted, own, r.verified)
         return expected
 
     def spent(self, seconds: float) -> None:

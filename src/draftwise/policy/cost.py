@@ -11,6 +11,14 @@ says of its own width beyond drift moves `base` there, slowly.
 
     T̃(w, c) = min over w' ≥ w of T(w', c)      (padding up to a cheaper width is allowed)
 
+A forward of b sequences, each of width w after c tokens, has a curve of its own, T_b(w, c). Until
+it is measured it is taken to cost what one sequence of b·w rows does, and its attention b times
+that of one, corrected by how far the nearest b that was measured is from that:
+
+    T_b(w, c) = T_n(w, c) · P_b(w, c) / P_n(w, c),   P_b(w, c) = base(b·w) + b · slope(w) · c
+
+Plain decoding of a batch is T_b(1, c). The level of one sequence's curve moves the others along.
+
 The curve is seeded by a sweep (engines/base.py), stored by engine name, and corrected by every
 real step, since an isolated forward under-prices a step as served. Source: docs/design.md §2.
 """
@@ -39,14 +47,18 @@ COMMON_RATE = 0.3
 FAR = 0.7  # a step that took half of what it should, level aside
 SWEPT = 2.0  # what the sweep says of a width counts as so many steps
 VERSION = 1
+WIDEST = 64  # of the widths at which a batch's curve is guessed
+TAUGHT = 7  # steps after which a guessed curve is as good as a measured one
 GUESS = ((Shape(1, 0), 0.03), (Shape(64, 0), 0.09))  # until something is measured
 Floats = npt.NDArray[np.float64]
 
 
 class CostCurve:
     def __init__(self, points: Iterable[tuple[Shape, float]] = ()):
-        """`points`: measured (shape, seconds); those of the shortest context make the base."""
-        points = list(points)
+        """`points`: measured (shape, seconds); those of the shortest context make the base. A
+        shape's width and context are those of each of its sequences."""
+        points, together = list(points), [p for p in points if p[0].batch > 1]
+        points = [(shape, t) for shape, t in points if shape.batch == 1]
         self.measured = bool(points)
         points = points or list(GUESS)
         self.drift = 1.0
@@ -68,14 +80,52 @@ class CostCurve:
         self._sloped = bool(slopes)
         self._slope_widths = sorted(slopes) or [1]
         self._slopes = [slopes[w] for w in sorted(slopes)] or [0.0]
+        self._guess = TAUGHT  # steps that a guessed curve has learned from, up to so many
+        self._batches: dict[int, CostCurve] = {}
+        for batch in sorted({shape.batch for shape, _ in together}):
+            own = [(Shape(s.width, s.context), t) for s, t in together if s.batch == batch]
+            self._batches[batch] = CostCurve(own)
 
-    def seconds(self, width: int, context: int) -> float:
-        """T(w, c) now, drift included."""
+    def of(self, batch: int) -> CostCurve:
+        """The curve of forwards of so many sequences."""
+        if batch == 1:
+            return self
+        if batch not in self._batches:
+            self._batches[batch] = self._guessed(batch)
+        return self._batches[batch]
+
+    def _guessed(self, batch: int) -> CostCurve:
+        """T_b(w, c) by the formula above, which is read off where widths were measured."""
+        near = min([1, *self._batches], key=lambda b: (abs(b - batch), b))
+        points = []
+        for context in (self._context, self._context + 1000)[: 1 + self._sloped]:
+            for width in (1, *(int(w) for w in self._widths if 1 < w <= WIDEST)):
+                prior = self._prior(batch, width, context) / self._prior(near, width, context)
+                seconds = self.of(near).seconds(width, context) * prior
+                points.append((Shape(width, context), seconds))
+        curve = CostCurve(points)
+        curve._guess = 0
+        return curve
+
+    def _prior(self, batch: int, width: int, context: int) -> float:
+        """P_b(w, c)."""
+        return self._base_at(batch * width) + batch * self._slope_at(width, context)
+
+    def seconds(self, width: float, context: int, batch: int = 1) -> float:
+        """T_b(w, c) now, drift included."""
+        if batch > 1:
+            return self.of(batch).seconds(width, context)
+        return float(self.drift * (self._base_at(width) + self._slope_at(width, context)))
+
+    def _base_at(self, width: float) -> float:
         base = _line(width, self._widths, self._base)
         if width > self._widths[-1]:
             base += self._rise() * (width - self._widths[-1])
+        return base
+
+    def _slope_at(self, width: float, context: int) -> float:
         slope = _line(width, self._slope_widths, self._slopes)
-        return float(self.drift * (base + slope * max(context - self._context, 0)))
+        return slope * max(context - self._context, 0)
 
     def _rise(self) -> float:
         """What a row costs beyond the last width; there are always two widths at least."""
@@ -90,8 +140,10 @@ class CostCurve:
         prices: Floats = self.drift * (base + slope * max(context - self._context, 0))
         return prices
 
-    def row(self, widest: int, context: int) -> list[float]:
-        """T̃(w, c) for w = 0..widest (index 0 repeats width 1)."""
+    def row(self, widest: int, context: int, batch: int = 1) -> list[float]:
+        """T̃_b(w, c) for w = 0..widest (index 0 repeats width 1)."""
+        if batch > 1:
+            return self.of(batch).row(widest, context)
         widths = np.arange(1, max(widest, int(self._widths[-1])) + 1, dtype=np.float64)
         prices = self._prices(widths, context)
         least: list[float] = np.minimum.accumulate(prices[::-1])[::-1][:widest].tolist()
@@ -110,7 +162,16 @@ class CostCurve:
         """Corrects the curve by one real step: the level by all steps, a width by its own, which
         moves by at least the share `least` of what it was off. `probe`: the step was taken to see
         whether the curve prices wider forwards out for nothing."""
-        self.scale(seconds, self.seconds(shape.width, shape.context))
+        if shape.batch > 1:
+            self.of(shape.batch).learn(Shape(shape.width, shape.context), seconds, least, probe)
+            return
+        before, rate = self.drift, DRIFT_RATE
+        if self._guess < TAUGHT:
+            self._guess += 1
+            rate = max(1.0 / self._guess, DRIFT_RATE)  # the mean of what the first steps say
+        self.scale(seconds, self.seconds(shape.width, shape.context), rate)
+        for curve in self._batches.values():
+            curve.drift *= self.drift / before
         own = math.log(seconds / self.seconds(shape.width, shape.context))
         if least and not probe:
             # A busy machine makes every width slow: what steps of other widths said just now is
@@ -128,11 +189,11 @@ class CostCurve:
             own = 0.0
         self._move(shape.width, min(max(own, -1.0), 1.0), least)
 
-    def scale(self, seconds: float, expected: float) -> None:
+    def scale(self, seconds: float, expected: float, rate: float = DRIFT_RATE) -> None:
         """Corrects the level alone, by work that may have been several forwards."""
         if seconds > 0 and expected > 0:
             ratio = min(max(seconds / expected, 1 / LARGEST), LARGEST)
-            self.drift *= ratio**DRIFT_RATE
+            self.drift *= ratio**rate
 
     def _move(self, width: int, own: float, least: float) -> None:
         at = int(np.searchsorted(self._widths, width))
@@ -157,6 +218,15 @@ class CostCurve:
             if self._sloped and w in base:
                 points.append((Shape(w, self._context + 1000), base[w] + slope * 1000))
         return points
+
+    def batch_points(self) -> list[tuple[Shape, float]]:
+        """The same for the batches that steps have measured, at this curve's level."""
+        return [
+            (shape._replace(batch=batch), t * curve.drift / self.drift)
+            for batch, curve in self._batches.items()
+            if curve._guess >= TAUGHT
+            for shape, t in curve.points()
+        ]
 
 
 def _agreed(one: float, other: float) -> float:
@@ -188,14 +258,18 @@ class CostStore:
             data = json.loads(self._file(name).read_text())
             if data["version"] != VERSION or data["engine"] != name:
                 return None
-            points = [(Shape(int(w), int(c)), float(t)) for w, c, t in data["points"]]
+            points = [
+                (Shape(int(w), int(c), *map(int, b)), float(t)) for w, c, t, *b in data["points"]
+            ]
             return CostCurve(points) if points and all(t > 0 for _, t in points) else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def save(self, name: str, curve: CostCurve) -> None:
         data: dict[str, Any] = {"version": VERSION, "engine": name}
-        data["points"] = [(s.width, s.context, t) for s, t in curve.points()]
+        data["points"] = [
+            (s.width, s.context, t, s.batch) for s, t in [*curve.points(), *curve.batch_points()]
+        ]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False) as file:

@@ -10,7 +10,11 @@ all running requests together). S_v is a node's survival (tree.py), T the measur
   go        one more token while further ones would raise the gain
   select    drafting is sunk: all drafts are merged into one tree, its nodes come by survival, and
             n* = argmax over every n of Σ_{v ≤ n} S_v − ρ·T̃(1 + n); the empty plan competes like any
-            other (parking). Several sequences share one forward by pool.py.
+            other (parking). Several sequences share one forward by pool.py
+
+Of b sequences in one forward each pays T_b/b, and ρ is the speed of all of them together, since a
+second of the forward is everyone's; for b = 1 that is the above. The curve learns the forward once,
+and the meter compares it with a plain one of the same b.
 
 Retrieval drafts are scored against the text at every step, verified or not. The never-slower meter
 (guard.py) has the last word. Lossless: only drafts are chosen here; drafts drawn at random are
@@ -21,16 +25,17 @@ Source: arXiv 2406.14066 (TurboSpec).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..core import DEEPEST, Ask, Draft, Features, SeqId, State, StepPlan, StepResult, UsageError
 from ..engines.base import Shape
 from . import GOAL, Costs, Goal
 from .acceptance import Acceptance
-from .asking import Asking
+from .asking import Asking, Offer
 from .guard import Guard
-from .pool import share
+from .pool import Cost, share
 from .reliability import Reliability
 from .retiming import Retiming
 from .tree import Companies, Tree
@@ -43,12 +48,18 @@ LEAST = 0.01  # a node of less survival pays nowhere
 STALL = 1.3
 
 
+Candidate = tuple[list[float], Callable[[int], Draft]]  # survivals; the draft of the first n nodes
+
+NOTHING: Candidate = ([], lambda n: Draft(-1, "", (), (), (), ()))
+
+
 @dataclass
 class _Speed:
-    """ρ of one sequence, and what the present step has come to."""
+    """Speed of one sequence, and what the present step has come to. `row`: its share of T̃(w)."""
 
     tokens: float = 0.0
     seconds: float = 0.0
+    rho: float = 0.0
     row: list[float] = field(default_factory=list)
     tree: Tree | None = None
 
@@ -67,8 +78,8 @@ class Auto:
         self.reliability = Reliability()
         self.asking = Asking(costs, self.acceptance)
         self.guard = Guard(goal.max_slowdown)
-        self.retiming = Retiming(costs.target.drift)
-        self.overhead = 0.0
+        self._retimings: dict[int, Retiming] = {}  # by sequences in a forward
+        self.overhead = 0.0  # seconds a sequence
         self._speeds: dict[SeqId, _Speed] = {}
         self._pool = _Speed()  # of all running requests: the price for throughput
         self._gained = self._spent = 0.0  # tokens so far, and seconds in plain steps
@@ -95,37 +106,53 @@ class Auto:
         if not self._speeds:
             self._pool = _Speed()
 
-    def price(self, seq: SeqId, context: int) -> float:
-        """ρ: tokens per second that a second spent now must bring."""
-        speed = self._pool if self.goal.objective == "throughput" else self._speeds[seq]
-        floor = 1.0 / (self.costs.target.seconds(1, context) + self.overhead)
+    def price(self, seq: SeqId, context: int, size: int = 1) -> float:
+        """A sequence's part of ρ: tokens per second that a second spent now must bring, of all
+        `size` sequences that share it."""
+        plain = self.costs.target.seconds(1, context, size)
+        floor = 1.0 / (plain + size * self.overhead)
         # A new request is taken to go as earlier ones went, until some tokens tell more.
-        usual = floor * (self._gained + USUAL) / (self._spent + USUAL)
-        tokens, seconds = speed.tokens + BEGIN, speed.seconds + BEGIN / usual
-        return max(tokens / seconds, floor)
+        usual = (self._gained + USUAL) / (self._spent + USUAL)
+        if self.goal.objective == "throughput":
+            return _rate(self._pool, size * floor, usual) / size
+        return _rate(self._speeds[seq], floor, usual)
+
+    def retiming(self, size: int) -> Retiming:
+        """That of forwards of so many sequences."""
+        if size not in self._retimings:
+            self._retimings[size] = Retiming(self.costs.target.of(size).drift)
+        return self._retimings[size]
 
     # choose and go: what to draft
 
     def choose(self, batch: Sequence[State]) -> list[Ask]:
-        return [ask for state in batch if (ask := self._ask(state)) is not None]
+        size, context = len(batch), _mean(batch)
+        rho = sum(self.price(state.seq, context, size) for state in batch)
+        whole = self.costs.target.row(DEEPEST + 1, context, size)
+        row = [seconds / size for seconds in whole]
+        asks: list[Ask] = []
+        risk = 0.0
+        for state in batch:
+            speed = self._speeds[state.seq]
+            speed.rho, speed.row, speed.tree = rho, row, None
+            offer = self._offer(state)
+            if offer is not None and self.guard.allows(risk + offer.risk, whole[1]):
+                risk += offer.risk
+                self.asking.begin(offer.ask, state.context)
+                asks.append(offer.ask)
+        return asks
 
-    def _ask(self, state: State) -> Ask | None:
+    def _offer(self, state: State) -> Offer | None:
         speed = self._speeds[state.seq]
-        speed.row = self.costs.target.row(DEEPEST + 1, state.context)
         self.asking.none(state.seq)
         if not self.costs.serial or state.wanted < 2:
             return None
-        rho = self.price(state.seq, state.context)
-        bar, _ = self._best(state, state.free, rho)
-        offer = self.asking.best(state, rho, bar, speed.row)
-        if offer is None or not self.guard.allows(offer.risk, speed.row[1]):
-            return None
-        self.asking.begin(offer.ask, state.context)
-        return offer.ask
+        bar, _ = self._best(state, state.free)
+        return self.asking.best(state, speed.rho, bar, speed.row)
 
     def go(self, seq: SeqId, features: Features) -> bool:
-        rho = self.price(seq, self.asking.context(seq))
-        return self.asking.go(seq, features, rho, self._speeds[seq].row)
+        speed = self._speeds[seq]
+        return self.asking.go(seq, features, speed.rho, speed.row)
 
     # select: what to verify
 
@@ -141,45 +168,51 @@ class Auto:
         if drawn is not None:
             # Dropping a node by what was drawn after it would shift the text's distribution.
             return StepPlan(state.seq, drawn, 1 + len(drawn.tokens))
-        if self.retiming.plain_due:
+        if self.retiming(1).plain_due:
             return empty
-        _, head = self._best(state, drafts, self.price(state.seq, state.context))
+        _, head = self._best(state, drafts)
         n = len(head.tokens) if head else 0
-        if head is None or not self._allowed(state.seq, speed.row[1 + n] - speed.row[1]):
-            return self._widened(state, drafts) or empty
+        risk, plain = speed.row[1 + n] - speed.row[1], speed.row[1]
+        allowed = self.guard.allows(risk, plain) and self.guard.allows_request(
+            state.seq, risk, plain
+        )
+        if head is None or not allowed:
+            return self._widened(1, state, drafts) or empty
         width = min(curve.padded(1 + n, state.context), 1 + state.wanted)
         return StepPlan(state.seq, head, max(width, 1 + n))
 
-    def _allowed(self, seq: SeqId, risk: float) -> bool:
-        plain = self._speeds[seq].row[1]
-        return self.guard.allows(risk, plain) and self.guard.allows_request(seq, risk, plain)
-
-    def _widened(self, state: State, drafts: Sequence[Draft]) -> StepPlan | None:
+    def _widened(self, size: int, state: State, drafts: Sequence[Draft]) -> StepPlan | None:
         roots = [draft for draft in drafts if draft.tokens and not draft.after]
-        if not self.retiming.wide_due or state.wanted < 2 or not roots:
+        if not self.retiming(size).wide_due or state.wanted < 2 or not roots:
             return None
         rated = [(self.acceptance.survival(draft), draft) for draft in roots]
         survival, surest = max(rated, key=lambda pair: pair[0][0])
         return StepPlan(state.seq, surest.head(1, survival), 2)
 
-    def _best(
-        self, state: State, drafts: Sequence[Draft], rho: float
-    ) -> tuple[float, Draft | None]:
+    def _best(self, state: State, drafts: Sequence[Draft]) -> tuple[float, Draft | None]:
         """(gain, draft): the best nodes to verify, drafting being paid for; None: plain."""
-        row = self._speeds[state.seq].row
-        best: tuple[float, Draft | None] = (1.0 - rho * row[1], None)
-        tree = self._tree(state, drafts)
+        speed = self._speeds[state.seq]
+        best: tuple[float, Draft | None] = (1.0 - speed.rho * speed.row[1], None)
+        for survival, head in self._candidates(state, drafts):
+            gain, n = _argmax(survival, speed.rho, speed.row)
+            if n and gain > best[0]:
+                best = (gain, head(n))
+        return best
+
+    def _candidates(self, state: State, drafts: Sequence[Draft]) -> Iterator[Candidate]:
+        """The tree of all drafts, or its paths where only chains can be verified."""
+        seq, tree = state.seq, self._tree(state, drafts)
         if tree is None:
-            return best
+            return
         if self.costs.trees:
-            gain, n = _argmax(self._survival(tree, state.wanted), rho, row)
-            return (gain, tree.draft(state.seq, n)) if n and gain > best[0] else best
+            # No more nodes than tokens may follow: the cache may have no more rows than that left.
+            nodes = tree.nodes[: state.wanted - 1]
+            survival = self.reliability.corrected(node.survival for node in nodes)
+            yield survival, lambda n: tree.draft(seq, n)
+            return
         for path in tree.paths():
             survival = self.reliability.corrected(tree.nodes[i].survival for i in path)
-            gain, n = _argmax(survival, rho, row)
-            if n and gain > best[0]:
-                best = (gain, tree.chain(state.seq, path[:n]))
-        return best
+            yield survival, lambda n, path=path: tree.chain(seq, path[:n])  # type: ignore[misc]
 
     def _tree(self, state: State, drafts: Sequence[Draft]) -> Tree | None:
         speed = self._speeds[state.seq]
@@ -190,57 +223,74 @@ class Auto:
             speed.tree = Tree(drafts, estimate, self.companies, deepest, LEAST)
         return speed.tree
 
-    def _survival(self, tree: Tree, wanted: int) -> list[float]:
-        # No more nodes than tokens may follow: the cache may have no more rows than that left.
-        return self.reliability.corrected(node.survival for node in tree.nodes[: wanted - 1])
-
     def _pooled(self, batch: Sequence[tuple[State, Sequence[Draft]]]) -> list[StepPlan]:
-        """One forward for several sequences, on an engine that verifies trees."""
-        states = [state for state, _ in batch]
-        drawn = [_drawn(drafts) for _, drafts in batch]
-        trees = [None if q else self._tree(*pair) for q, pair in zip(drawn, batch, strict=True)]
-        survivals = [
-            self._survival(tree, state.wanted) if tree else []
-            for tree, state in zip(trees, states, strict=True)
-        ]
+        """One forward for several sequences."""
+        size, states = len(batch), [state for state, _ in batch]
+        rho, row = self._speeds[states[0].seq].rho, self._speeds[states[0].seq].row
+        cost, drawn = _by_rows(row, size), [_drawn(drafts) for _, drafts in batch]
         least = [len(draft.tokens) if draft else 0 for draft in drawn]
-        context = sum(state.context for state in states)
-        row = self.costs.target.row(len(batch) * (1 + DEEPEST), context)
-        if self.retiming.plain_due:
-            survivals = [[] for _ in batch]
-        rho = sum(self.price(state.seq, state.context) for state in states)
-        counts = share(survivals, least, rho, row.__getitem__, self.costs.padded)
-        if not self.guard.allows(row[len(batch) + sum(counts)] - row[len(batch)], row[len(batch)]):
+        plans = [StepPlan(s.seq, d, 1 + n) for s, d, n in zip(states, drawn, least, strict=True)]
+        if self.retiming(size).plain_due:
+            return plans
+
+        def worth(candidate: Candidate) -> float:
+            return _argmax(candidate[0], rho, row)[0]
+
+        found = [
+            NOTHING if q else max(self._candidates(*pair), key=worth, default=NOTHING)
+            for q, pair in zip(drawn, batch, strict=True)
+        ]
+        counts = share([s for s, _ in found], least, rho, cost, self.costs.padded)
+        # Each node is answered for by its sequence, with its part of what the forward costs more.
+        risk = self._rows_cost(counts, cost) - cost(size)
+        each = risk / max(sum(counts), 1)
+        counts = [
+            n if self.guard.allows_request(state.seq, each * n, row[1]) else m
+            for state, n, m in zip(states, counts, least, strict=True)
+        ]
+        risk = self._rows_cost(counts, cost) - cost(size)
+        if not self.guard.allows(risk, cost(size)):
             counts = least
-        plans = []
-        for state, tree, whole, n in zip(states, trees, drawn, counts, strict=True):
-            draft = whole or (tree.draft(state.seq, n) if tree and n else None)
-            plans.append(StepPlan(state.seq, draft, 1 + n))
+        for i, (n, (_, head)) in enumerate(zip(counts, found, strict=True)):
+            if n and drawn[i] is None:
+                plans[i] = StepPlan(states[i].seq, head(n), 1 + n)
+        if not any(counts):
+            plans = [self._widened(size, *pair) or p for pair, p in zip(batch, plans, strict=True)]
         return plans
+
+    def _rows_cost(self, counts: Sequence[int], cost: Cost) -> float:
+        padded = self.costs.padded
+        return cost(len(counts) * (1 + max(counts)) if padded else len(counts) + sum(counts))
 
     # learn: from what was verified, and from what was not
 
     def learn(self, results: Sequence[StepResult]) -> None:
+        plain, expected = self._learn_costs(results)
         for result in results:
-            plain, expected = self._learn_costs(result)
             self._learn_acceptance(result)
-            self._learn_speed(result, plain, expected)
+        self._learn_speed(results, plain, expected)
 
-    def _learn_costs(self, r: StepResult) -> tuple[float, float]:
+    def _learn_costs(self, results: Sequence[StepResult]) -> tuple[float, float]:
         """(seconds of a plain step, of one like this), as they are priced."""
-        curve, width = self.costs.target, r.plan.width
-        plain = curve.seconds(1, r.context) + self.overhead
-        shape = Shape(width, r.context)
-        least = self.retiming.rate if width == 1 else 0.0
+        curve, size, context = self.costs.target, len(results), _mean(results)
+        widths = [r.plan.width for r in results]
+        mean = max(widths) if self.costs.padded else sum(widths) / size
+        width = math.ceil(mean)
+        plain = curve.seconds(1, context, size) + size * self.overhead
+        retiming = self.retiming(size)
+        least = retiming.rate if width == 1 else 0.0
         before = curve.drift
-        curve.learn(shape, r.verify_seconds, least, width > 1 and self.retiming.wide_due)
+        price = curve.seconds(mean, context, size)
+        verified = results[0].verify_seconds * curve.seconds(width, context, size) / price
+        probe = width > 1 and retiming.wide_due
+        curve.learn(Shape(width, context, size), verified, least, probe)
         for serial in self.costs.serial.values():
             serial.drift *= curve.drift / before  # who shares the machine, shares what befalls it
-        self.overhead += 0.1 * (min(r.rest_seconds, 4 * self.overhead + 1e-3) - self.overhead)
-        expected = curve.seconds(width, r.context) + self.overhead
-        if r.asked is not None:
-            expected += self.asking.learn(r)
-        self.retiming.learn(width, curve.drift)
+        rest = results[0].rest_seconds / size
+        self.overhead += 0.1 * (min(rest, 4 * self.overhead + 1e-3) - self.overhead)
+        expected = curve.seconds(mean, context, size) + size * self.overhead
+        expected += self.asking.learn([r for r in results if r.asked is not None])
+        retiming.learn(width, curve.of(size).drift)
         return plain, expected
 
     def _learn_acceptance(self, r: StepResult) -> None:
@@ -255,18 +305,24 @@ class Auto:
             self.acceptance.learn(draft, r.committed)
         self.asking.lengths.add(r.seq, r.context, len(r.committed))
 
-    def _learn_speed(self, r: StepResult, plain: float, expected: float) -> None:
-        tokens = len(r.committed)
-        self._gained += tokens
-        self._spent += r.seconds / plain
-        self._speeds[r.seq].add(tokens, r.seconds, HALF_LIFE)
-        self._pool.add(tokens, r.seconds, HALF_LIFE * len(self._speeds))
-        charged = min(r.seconds, STALL * expected)
-        speculated = r.plan.width > 1 or r.asked is not None
-        worth = plain * tokens if speculated else charged
-        self.guard.learn(charged, worth)
-        self.guard.learn_request(r.seq, charged - min(r.draft_seconds, charged), worth)
-        self.asking.spent(r.seconds)
+    def _learn_speed(self, results: Sequence[StepResult], plain: float, expected: float) -> None:
+        size, seconds = len(results), results[0].seconds
+        tokens, nodes = sum(len(r.committed) for r in results), sum(r.verified for r in results)
+        self._pool.add(tokens, seconds, HALF_LIFE * len(self._speeds))
+        charged = min(seconds, STALL * expected)
+        speculated = any(r.plan.width > 1 or r.asked is not None for r in results)
+        token = plain / size if speculated else charged / tokens  # what one is worth
+        self.guard.learn(charged, token * tokens)
+        verifying = charged - min(results[0].draft_seconds, charged)
+        for r in results:
+            self._gained += len(r.committed)
+            self._spent += seconds / plain
+            self._speeds[r.seq].add(len(r.committed), seconds, HALF_LIFE)
+            # What a forward costs more than a plain one is for those whose nodes made it wider.
+            part = r.verified / nodes if nodes else 1.0 / size
+            own = plain / size + part * (verifying - plain)
+            self.guard.learn_request(r.seq, own, token * len(r.committed))
+        self.asking.spent(seconds)
 
 
 def _drawn(drafts: Sequence[Draft]) -> Draft | None:
@@ -278,3 +334,25 @@ def _argmax(survival: Sequence[float], rho: float, row: Sequence[float]) -> tupl
     tokens = itertools.accumulate(survival, initial=1.0)
     gain, n = max((t - rho * row[1 + n], -n) for n, t in enumerate(tokens))
     return gain, -n
+
+
+def _mean(batch: Sequence[State] | Sequence[StepResult]) -> int:
+    """Tokens before a forward, of one of its sequences."""
+    return sum(one.context for one in batch) // len(batch)
+
+
+def _rate(speed: _Speed, floor: float, usual: float) -> float:
+    """Tokens per second of late; before there are many, `usual` times plain speed."""
+    tokens, seconds = speed.tokens + BEGIN, speed.seconds + BEGIN / (floor * usual)
+    return max(tokens / seconds, floor)
+
+
+def _by_rows(row: Sequence[float], size: int) -> Cost:
+    """Seconds by rows in all; `row`: a sequence's share of them by its width."""
+
+    def cost(rows: int) -> float:
+        width, over = divmod(rows, size)
+        part = over / size
+        return size * (row[width] if not over else (1 - part) * row[width] + part * row[width + 1])
+
+    return cost
