@@ -318,7 +318,7 @@ def _load(ctx: typer.Context) -> Model:
         dtype=chosen["dtype"],
         device=chosen["device"],
     )
-    if model.engine.caps.rollback != "free":  # other notes are in the log already
+    if model.engine.caps.rollback == "none":  # other notes are in the log already
         show.say(str(model.note))
     return model
 

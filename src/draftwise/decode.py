@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from .accept import Choice, NodeRows, rule_of
 from .core import DEEPEST, SIBLINGS, Ask, Draft, Request, State, StepPlan, StepResult
 from .drafters import Drafter, Rehearsal
-from .engines.base import PREFILL_CHUNK, Engine, PrefillChunk, Rows, Verify
+from .engines.base import PREFILL_CHUNK, UNFED, Engine, PrefillChunk, Rows, Verify
 from .policy import Policy
 from .sampling import Sampler
 from .stopping import Stopper
@@ -77,7 +77,7 @@ class _Run:
     def __init__(self, parts: Parts, request: Request, stopper: Stopper):
         self.engine, self.policy, self.clock = parts.engine, parts.policy, parts.clock
         self.request, self.stopper, self.seq = request, stopper, request.seq
-        chains = self.engine.caps.rollback == "free"
+        chains = self.engine.caps.rollback != "none"
         self.drafters: dict[str, Drafter] = dict(parts.drafters) if chains else {}
         self.rule = rule_of(request)
         self.sampler = Sampler(
@@ -162,6 +162,7 @@ class _Run:
             verify_seconds=verified - before_verify + after_commit - before_commit,
             finish=finish,
             path=tuple(path),
+            unfed=state.unfed,
             spent=sum(c.spent for c in choices),
             loosened=sum(c.loosened for c in choices),
         )
@@ -191,6 +192,9 @@ class _Run:
 
     def _look(self) -> State:
         wanted = self.request.limit - len(self.generated)
+        unfed = self.engine.unfed(self.seq) if self.engine.caps.rollback == "refeed" else 0
+        if unfed > UNFED:
+            wanted = 1  # nothing is drafted: a plain step feeds them
         asks = [
             Ask(self.seq, name, min(wanted - 1, self.reach), siblings=self.siblings)
             for name, drafter in self.drafters.items()
@@ -204,6 +208,7 @@ class _Run:
             tuple(self._propose(asks)),
             {name: d.stale(self.seq) for name, d in serial.items()},
             {name: d.room(self.seq) for name, d in serial.items()},
+            unfed,
         )
 
     def _propose(self, asks: Sequence[Ask]) -> list[Draft]:

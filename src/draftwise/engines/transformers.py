@@ -3,9 +3,9 @@
 A forward appends its rows to the sequence's DynamicCache; `commit` crops what was rejected. Full
 and sliding layers roll back exactly, the latter because past recording is switched on after the
 prefill and `crop` follows every forward (crop(0) trims the window). Convolution states do the
-same. Recurrent states do not: `crop` leaves rejected tokens in them without a word, so such a
-model reports rollback "none" and is run plainly. Whether a cache can be cropped is only known
-after its first forward, so `__init__` runs one.
+same. Recurrent states do not: `crop` leaves rejected tokens in them without a word, so they are put
+back and kept rows fed again (recurrent.py, rollback "refeed"). What a cache can do is only known
+after some forwards, so `__init__` runs a few; where it can do neither, the model is run plainly.
 
 Lossless because a chain verified in one causal forward has the logits of token-by-token decoding,
 up to rounding (docs/design.md §3.5). Trees, where the model can, are in trees.py; a chain is never
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core import FloatRow, SeqId, UsageError
-from . import trees
+from . import recurrent, trees
 from .base import PREFILL_CHUNK, Caps, PrefillChunk, Rows, Shape, Verify
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class _Sequence:
         self.pending = 0
         self.parents: tuple[int, ...] = ()
         self.recording = False
+        self.refeed: recurrent.Refeed | None = None
 
 
 class TransformersEngine:
@@ -91,10 +92,12 @@ class TransformersEngine:
         text = model.config.get_text_config(decoder=True)
         context = getattr(text, "max_position_embeddings", None)
         self._full = False  # every layer keeps all positions
-        croppable, branches = self._probe(text.vocab_size, context)
+        self._takes_positions = "position_ids" in parameters
+        self._positions = self._one_by_one = False  # what its forwards need (recurrent.Probe)
+        rollback, branches = self._probe(text.vocab_size, context)
         self.caps = Caps(
             trees=branches,
-            rollback="free" if croppable else "none",
+            rollback=rollback,
             batch="padded",
             context=context,
             vocabulary=text.vocab_size,
@@ -112,23 +115,30 @@ class TransformersEngine:
             ]
         )
 
-    def _probe(self, vocabulary: int, context: int | None) -> tuple[bool, bool]:
-        """Whether the cache can be cropped, and whether trees can be verified."""
+    def _probe(self, vocabulary: int, context: int | None) -> tuple[str, bool]:
+        """How rows are rolled back, and whether trees can be verified."""
         tokens = trees.probe(vocabulary)[: context or None]
         with self._weights() as model:
-            cache = self._new_cache()
+            cache, name = self._new_cache(), self._cache_name
             ids = torch.tensor([tokens], dtype=torch.long, device=model.device)
-            logits = model(input_ids=ids, use_cache=True, **{self._cache_name: cache}).logits[0]
+            logits = model(input_ids=ids, use_cache=True, **{name: cache}).logits[0]
             types = {type(layer).__name__ for layer in cache.layers}
             self._full = types == {"DynamicLayer"}
             croppable = bool(cache.is_croppable) and cache.get_seq_length() == len(tokens)
-            branches = (
-                self._full
-                and croppable
-                and trees.possible(model)
-                and trees.honoured(model, cache, self._cache_name, logits)
-            )
-        return croppable, branches
+            takes_trees = self._full and croppable and trees.possible(model)
+            if takes_trees and trees.honoured(model, cache, name, logits):
+                return "free", True
+            for given in (False, True) if self._takes_positions else (False,):
+                self._positions = given
+                probe = recurrent.Probe(model, self._new_cache, name, logits, given)
+                if probe.honoured():
+                    return "free" if croppable else "refeed", False
+            if croppable and len(tokens) < len(trees.probe(vocabulary)):
+                return "free", False  # a context too short to try it out is no sign of a fault
+            if not probe.apart():
+                raise UsageError("this model keeps its state outside of a cache: not supported")
+            self._one_by_one = not probe.warm()
+            return "none", False
 
     @contextmanager
     def _weights(self) -> Iterator[PreTrainedModel]:
@@ -157,8 +167,18 @@ class TransformersEngine:
         if tokens:  # what begins empty has no use for a kept cache, and leaves it to others
             kept, self._kept = self._kept, None
         reused = self._fit(kept, tokens) if kept else 0
-        self._sequences[seq] = kept if kept and reused else _Sequence(self._new_cache())
+        self._sequences[seq] = kept if kept and reused else self._begun()
         return reused
+
+    def _begun(self) -> _Sequence:
+        sequence = _Sequence(self._new_cache())
+        if self.caps.rollback == "refeed":
+            sequence.refeed = recurrent.Refeed(sequence.cache)
+        return sequence
+
+    def unfed(self, seq: SeqId) -> int:
+        refeed = self._open(seq).refeed
+        return len(refeed.unfed) if refeed else 0
 
     def _open(self, seq: SeqId) -> _Sequence:
         if self.closed:
@@ -188,8 +208,13 @@ class TransformersEngine:
 
     def _prefill(self, work: PrefillChunk) -> Rows:
         sequence = self._open(work.seq)
-        for start in range(0, len(work.tokens), PREFILL_CHUNK):
-            logits = self._run(sequence, work.tokens[start : start + PREFILL_CHUNK], 1)
+        if sequence.refeed and sequence.refeed.unfed:
+            raise ValueError("a prefill begins where all of the text is in the cache")
+        chunk = PREFILL_CHUNK
+        if self._one_by_one:
+            chunk = 1 if sequence.tokens else len(work.tokens)
+        for start in range(0, len(work.tokens), chunk):
+            logits = self._run(sequence, work.tokens[start : start + chunk], 1)
             self.commit(work.seq, range(sequence.pending))
         return TensorRows(logits, self.caps.vocabulary)
 
@@ -198,10 +223,12 @@ class TransformersEngine:
         if not sequence.recording and self.caps.rollback == "free":
             sequence.cache.activate_past_recording()
             sequence.recording = True
-        padding = max(work.width - n, 0)
+        # Padding would be one more thing to take out of a recurrent state.
+        padding = max(work.width - n, 0) if sequence.refeed is None else 0
         branches = any(parent != i for i, parent in enumerate(work.parents))
         tree = self._tree(sequence, work.parents, n + padding) if branches else None
-        tokens = work.tokens + (0,) * padding
+        tokens = sequence.refeed.begin(work.tokens) if sequence.refeed else work.tokens
+        tokens += (0,) * padding
         logits = self._run(sequence, tokens, n + padding, work.ids, tree)
         sequence.parents = work.parents if branches else ()
         return TensorRows(logits[:n], self.caps.vocabulary)
@@ -231,6 +258,9 @@ class TransformersEngine:
         with self._weights() as model:
             ids = torch.tensor([tokens], dtype=torch.long, device=model.device)
             options: dict[str, Any] = {self._cache_name: sequence.cache, **(tree or {})}
+            if self._positions:
+                held = len(sequence.tokens)
+                options["position_ids"] = recurrent.positions(held, len(tokens), model.device)
             if self._keeps_logits:
                 options["logits_to_keep"] = rows
             if first and self._partial:
@@ -271,8 +301,13 @@ class TransformersEngine:
         elif list(path) != list(range(len(path))) or len(path) > sequence.pending:
             raise ValueError(f"this engine keeps the first rows of a chain, not {list(path)}")
         surplus = sequence.pending - len(path)
+        if sequence.refeed and sequence.refeed.running:
+            surplus = sequence.refeed.commit(len(path))
+            sequence.pending = 0
+            del sequence.tokens[len(sequence.tokens) - surplus :]
+            return
         sequence.pending = 0
-        if self.caps.rollback == "none":
+        if self.caps.rollback != "free":
             if surplus:
                 raise ValueError("this model's cache cannot be rolled back")
             return
@@ -304,17 +339,19 @@ class TransformersEngine:
             return
         if keep and sequence.pending:
             # Stopped between forward and commit: those rows are not text.
-            keep = self.caps.rollback == "free"
+            keep = sequence.refeed.revocable if sequence.refeed else self.caps.rollback == "free"
             if keep:
                 self._sequences[seq] = sequence
                 self.commit(seq, ())
                 del self._sequences[seq]
+        if keep and sequence.refeed:
+            sequence.refeed.unfed = ()  # its tokens are those in the cache
         self._kept = sequence if keep else self._kept
 
     def blank(self, seq: SeqId, length: int) -> int:
-        if self.caps.rollback != "free":
+        if self.caps.rollback == "none":
             return 0
-        self._sequences[seq] = sequence = _Sequence(self._new_cache())
+        self._sequences[seq] = sequence = self._begun()
         first = min(length, 2)
         self._run(sequence, (0,) * first, 1)
         self.commit(seq, range(first))
