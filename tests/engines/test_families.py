@@ -75,11 +75,11 @@ def texts(
     drafters: Sequence[ToyDrafter],
     policy: object,
     batch: int,
-    heat: float,
+    temperature: float,
 ) -> tuple[list[list[int]], list[StepResult]]:
     """The texts of `batch` requests that take turns, and all of their steps."""
     parts = Parts(engine, {d.name: d for d in drafters}, policy, nullcontext())  # type: ignore[arg-type]
-    requests = [asked(seq, heat) for seq in range(batch)]
+    requests = [asked(seq, temperature) for seq in range(batch)]
     running = {r.seq: decode(parts, r, stopper(r)) for r in requests}
     made: list[list[int]] = [[] for _ in requests]
     steps = []

@@ -107,7 +107,7 @@ class Engine(Protocol):
 # One forward over a very long prompt would hold attention scores of its whole length, and could not
 # be stopped; between chunks, other requests get their turn.
 PREFILL_CHUNK = 2048
-UNFED = 8  # with more unfed rows than this, a plain step feeds them all
+UNFED = 12  # with more unfed rows than this, a plain step feeds them all
 PASSES = 3
 WIDTHS = (1, 16, 4, 2, 8, 32, 64)  # the first two tell how steep the curve is
 

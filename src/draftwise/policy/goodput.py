@@ -12,6 +12,11 @@ all running requests together). S_v is a node's survival (tree.py), T the measur
             n* = argmax over every n of Σ_{v ≤ n} S_v − ρ·T̃(1 + n); the empty plan competes like any
             other (parking). Several sequences share one forward by pool.py.
 
+Where rows are fed again after a rejection (Costs.refeed), T(w) is that of u + w rows with u unfed,
+so that of the plain step too, and a plan of n nodes of which a are kept, if not all, costs more:
+
+    + (1 − S_n) · (T(u + 2 + a) − T(1))      the next step's rows, beside those of plain decoding
+
 Retrieval drafts are scored against the text at every step, verified or not. The never-slower meter
 (guard.py) has the last word. Lossless: only drafts are chosen here; drafts drawn at random are
 never trimmed after the draw (docs/design.md §2, "no peeking"). Cost: about 0.2 ms a step.
@@ -21,6 +26,7 @@ Source: arXiv 2406.14066 (TurboSpec).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -49,7 +55,8 @@ class _Speed:
 
     tokens: float = 0.0
     seconds: float = 0.0
-    row: list[float] = field(default_factory=list)
+    row: list[float] = field(default_factory=list)  # T̃ by the rows from the anchor on
+    plain: float = 0.0  # T(1), where nothing is unfed
     tree: Tree | None = None
 
     def add(self, tokens: int, seconds: float, half_life: float) -> None:
@@ -111,14 +118,15 @@ class Auto:
 
     def _ask(self, state: State) -> Ask | None:
         speed = self._speeds[state.seq]
-        speed.row = self.costs.target.row(DEEPEST + 1, state.context)
+        row = self.costs.target.row(DEEPEST + 2 + state.unfed, state.context, not self.costs.refeed)
+        speed.row, speed.plain = row[state.unfed :], row[1]
         self.asking.none(state.seq)
         if not self.costs.serial or state.wanted < 2:
             return None
         rho = self.price(state.seq, state.context)
         bar, _ = self._best(state, state.free, rho)
-        offer = self.asking.best(state, rho, bar, speed.row)
-        if offer is None or not self.guard.allows(offer.risk, speed.row[1]):
+        offer = self.asking.best(state, rho, bar, speed.row, speed.plain)
+        if offer is None or not self.guard.allows(offer.risk, speed.plain):
             return None
         self.asking.begin(offer.ask, state.context)
         return offer.ask
@@ -145,13 +153,18 @@ class Auto:
             return empty
         _, head = self._best(state, drafts, self.price(state.seq, state.context))
         n = len(head.tokens) if head else 0
-        if head is None or not self._allowed(state.seq, speed.row[1 + n] - speed.row[1]):
+        risk = speed.row[1 + n] - speed.row[1]
+        if self.costs.refeed:
+            risk += speed.row[2] - speed.plain
+        if head is None or not self._allowed(state.seq, risk):
             return self._widened(state, drafts) or empty
+        if self.costs.refeed:
+            return StepPlan(state.seq, head, 1 + n)
         width = min(curve.padded(1 + n, state.context), 1 + state.wanted)
         return StepPlan(state.seq, head, max(width, 1 + n))
 
     def _allowed(self, seq: SeqId, risk: float) -> bool:
-        plain = self._speeds[seq].row[1]
+        plain = self._speeds[seq].plain
         return self.guard.allows(risk, plain) and self.guard.allows_request(seq, risk, plain)
 
     def _widened(self, state: State, drafts: Sequence[Draft]) -> StepPlan | None:
@@ -166,7 +179,8 @@ class Auto:
         self, state: State, drafts: Sequence[Draft], rho: float
     ) -> tuple[float, Draft | None]:
         """(gain, draft): the best nodes to verify, drafting being paid for; None: plain."""
-        row = self._speeds[state.seq].row
+        speed = self._speeds[state.seq]
+        row, plain = speed.row, speed.plain if self.costs.refeed else None
         best: tuple[float, Draft | None] = (1.0 - rho * row[1], None)
         tree = self._tree(state, drafts)
         if tree is None:
@@ -176,7 +190,7 @@ class Auto:
             return (gain, tree.draft(state.seq, n)) if n and gain > best[0] else best
         for path in tree.paths():
             survival = self.reliability.corrected(tree.nodes[i].survival for i in path)
-            gain, n = _argmax(survival, rho, row)
+            gain, n = _argmax(survival, rho, row, plain)
             if n and gain > best[0]:
                 best = (gain, tree.chain(state.seq, path[:n]))
         return best
@@ -228,7 +242,7 @@ class Auto:
 
     def _learn_costs(self, r: StepResult) -> tuple[float, float]:
         """(seconds of a plain step, of one like this), as they are priced."""
-        curve, width = self.costs.target, r.plan.width
+        curve, width = self.costs.target, r.plan.width + r.unfed
         plain = curve.seconds(1, r.context) + self.overhead
         shape = Shape(width, r.context)
         least = self.retiming.rate if width == 1 else 0.0
@@ -262,7 +276,7 @@ class Auto:
         self._speeds[r.seq].add(tokens, r.seconds, HALF_LIFE)
         self._pool.add(tokens, r.seconds, HALF_LIFE * len(self._speeds))
         charged = min(r.seconds, STALL * expected)
-        speculated = r.plan.width > 1 or r.asked is not None
+        speculated = r.plan.width + r.unfed > 1 or r.asked is not None
         worth = plain * tokens if speculated else charged
         self.guard.learn(charged, worth)
         self.guard.learn_request(r.seq, charged - min(r.draft_seconds, charged), worth)
@@ -273,8 +287,21 @@ def _drawn(drafts: Sequence[Draft]) -> Draft | None:
     return next((draft for draft in drafts if not draft.points), None)
 
 
-def _argmax(survival: Sequence[float], rho: float, row: Sequence[float]) -> tuple[float, int]:
-    """(gain, n) of verifying the first n of the nodes with these survivals: the best n."""
+def _argmax(
+    survival: Sequence[float], rho: float, row: Sequence[float], plain: float | None = None
+) -> tuple[float, int]:
+    """(gain, n) of verifying the first n of the nodes with these survivals: the best n. `plain`:
+    T(1), if what a rejection leaves is fed again."""
     tokens = itertools.accumulate(survival, initial=1.0)
-    gain, n = max((t - rho * row[1 + n], -n) for n, t in enumerate(tokens))
-    return gain, -n
+    if plain is None:
+        gain, n = max((t - rho * row[1 + n], -n) for n, t in enumerate(tokens))
+        return gain, -n
+    best = (-math.inf, 0)
+    for n, (total, whole) in enumerate(zip(tokens, (1.0, *survival), strict=True)):
+        seconds = row[1 + n]
+        if whole < 1.0:  # corrected estimates may be over 1, and need not fall with depth
+            kept = (total - 1.0 - n * whole) / (1.0 - whole)
+            kept = min(max(kept, 0.0), n - 1.0)
+            seconds += (1.0 - whole) * (row[2 + round(kept)] - plain)
+        best = max(best, (total - rho * seconds, -n))
+    return best[0], -best[1]
