@@ -18,8 +18,9 @@ from tests.toy import Everything, Guess, Guesser, ToyDrafter, stopper
 from transformers import PreTrainedModel
 
 from conftest import VOCABULARY, WINDOW, plain_ids, random_ids, tiny_model
-from draftwise.core import Request, SamplingParams, StepResult
+from draftwise.core import Ask, Request, SamplingParams, StepResult
 from draftwise.decode import Parts, decode
+from draftwise.drafters.model import ModelDrafter
 from draftwise.engines.transformers import TransformersEngine
 from draftwise.policy.fixed import Plain
 
@@ -158,3 +159,27 @@ def test_what_the_engine_says_of_a_family(family: str) -> None:
     expected = ROLLBACK[family]
     assert caps.trees == (expected == "trees")
     assert caps.rollback == ("free" if caps.trees else expected)
+
+
+DRAFTERS = [family for family, rollback in ROLLBACK.items() if rollback in ("trees", "free")]
+
+
+@pytest.mark.parametrize("family", DRAFTERS)
+def test_a_drafter_is_right_after_any_rejections_at_long_context(family: str) -> None:
+    """Its cache, positions and windows: one that is trimmed too far, or not enough, shows late."""
+    model, dice = lively(family), random.Random(4)
+    drafter = ModelDrafter(TransformersEngine(model), VOCABULARY)
+    text = random_ids(300, seed=6)
+    drafter.open(0, Request(0, tuple(text), SamplingParams(), seed=0))
+    rejections = 0
+    for _ in range(16):
+        asked = Ask(0, "model", dice.choice([1, 3, WINDOW + 1]))
+        (draft,) = drafter.propose([asked], lambda seq, features: True)
+        right = plain_ids(model, text, asked.depth)
+        assert list(draft.tokens) == right
+        kept = dice.randint(0, asked.depth)
+        wrong = (right[kept] + 1) % VOCABULARY if kept < asked.depth else 7
+        rejections += kept < asked.depth
+        drafter.observe(0, [*right[:kept], wrong])
+        text += [*right[:kept], wrong]
+    assert rejections > 8
