@@ -81,9 +81,11 @@ def test_a_cache_holds_what_was_fed_and_nothing_rejected(model: PreTrainedModel)
     assert sequence.tokens == text[:20] and engine.unfed(0) == 3
     verify(engine, 0, [text[23]], 1)
     assert sequence.tokens == text[:24] and engine.unfed(0) == 0
+    verify(engine, 0, text[24:27], 3)
+    assert sequence.tokens == text[:27] and engine.unfed(0) == 0
     for layer in sequence.cache.layers:
         if getattr(layer, "keys", None) is not None:
-            assert layer.keys.shape[-2] == 24
+            assert layer.keys.shape[-2] == 27
         for state in (getattr(layer, "conv_states", None) or {}).values():
             assert state.shape[-1] == layer.conv_kernel_size[0]
 
@@ -106,9 +108,12 @@ def test_plain_steps_copy_nothing(model: PreTrainedModel, monkeypatch: pytest.Mo
     for token in text[10:]:
         verify(engine, 0, [token], 1)
     assert not copies
-    assert not any(getattr(x, "record_past", False) for x in engine._sequences[0].cache.layers)
-    verify(engine, 0, [1, 2], 1)
-    assert len(copies) == 1
+    for kept in (1, 2):
+        verify(engine, 0, [1, 2], kept)
+        layers = engine._sequences[0].cache.layers
+        # Recording would take plain steps off their fast path.
+        assert not any(getattr(layer, "record_past", False) for layer in layers)
+    assert len(copies) == 2
 
 
 def test_what_cannot_be_put_back_is_refused(model: PreTrainedModel) -> None:

@@ -9,8 +9,13 @@ import pytest
 from tests.policy.simulate import CAPS, Clock, Guesser, Rows, TextEngine, simulate
 from tests.policy.test_never_slower import CURVES, PHASES, SureModel, Trap
 
-from draftwise.engines.base import UNFED, Caps, PrefillChunk, Verify
-from draftwise.policy.goodput import _argmax
+from draftwise.core import Features, State, StepPlan, StepResult, chain
+from draftwise.engines.base import UNFED, Caps, PrefillChunk, Shape, Verify
+from draftwise.policy import Costs
+from draftwise.policy.acceptance import Acceptance
+from draftwise.policy.asking import Asking
+from draftwise.policy.cost import CostCurve
+from draftwise.policy.goodput import Auto, _argmax
 
 REFEED = replace(CAPS, rollback="refeed")
 
@@ -142,3 +147,49 @@ def test_the_curve_learns_from_the_rows_that_were_run(monkeypatch):
     )
     assert any(step.unfed for step in done.steps)
     assert done.policy.costs.target.seconds(1, 300) == pytest.approx(true(1), rel=0.1)
+
+
+def costs(refeed: bool = True) -> Costs:
+    curve = CostCurve([(Shape(w, 4), 1.0 + 0.1 * (w - 1)) for w in (1, 2, 4, 8, 16, 64)])
+    cheap = CostCurve([(Shape(1, 4), 0.01), (Shape(32, 4), 0.02)])
+    return Costs(curve, {"m": cheap}, ("g", "m"), refeed=refeed)
+
+
+def test_a_plain_step_is_charged_for_the_rows_that_it_feeds():
+    auto = Auto(costs())
+    auto.open(0)
+    for unfed, seconds in ((0, 1.0), (5, 1.5)):
+        auto.choose([State(0, 4, 20, stale={"m": 1}, room={"m": 0}, unfed=unfed)])
+        plain, spent = auto.guard.plain, auto.guard.spent
+        plan = StepPlan(0, None, 1)
+        auto.learn([StepResult(0, plan, 4, (1,), 0, verify_seconds=seconds, unfed=unfed)])
+        assert auto.guard.spent - spent == pytest.approx(seconds, rel=0.02)
+        assert auto.guard.plain - plain == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.parametrize("refeed", [False, True])
+def test_the_meter_counts_what_a_rejection_has_fed_again(refeed):
+    auto = Auto(costs(refeed))
+    auto.open(0)
+    draft = chain(0, "g", [5], [Features(match=30)])
+    state = State(0, 4, 20, (draft,), {"m": 1}, {"m": 0})
+    auto.choose([state])
+    assert auto.select([(state, [draft])])[0].draft is not None
+    auto.guard.spent = 10.0 - 0.15  # of ten plain steps of grace, less than the two rows' price
+    assert (auto.select([(state, [draft])])[0].draft is None) == refeed
+
+
+def test_asking_is_priced_with_what_a_rejection_has_fed_again():
+    state = State(0, 4, 20, stale={"m": 1}, room={"m": 100})
+    offers = []
+    for refeed in (False, True):
+        asking = Asking(costs(refeed), Acceptance())
+        asking.open(0)
+        for _ in range(20):
+            asking.yields.learn(0, "m", 2, 4, 4)
+        row = costs().target.row(80, 4)
+        offers.append(asking.best(state, 1.0, -9.0, row, row[1]))
+    free, fed = offers
+    # Half of what is drafted is accepted: two tokens, so that three rows come again.
+    assert fed.risk - free.risk == pytest.approx(0.3, abs=0.01)
+    assert free.gain - fed.gain == pytest.approx(0.5 * 0.3, abs=0.03)
