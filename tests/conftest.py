@@ -31,12 +31,14 @@ from draftwise import cli
 VOCABULARY = 300
 WINDOW = 8
 CONTEXT = 512
-# Families whose caches roll back (full, sliding, both, convolution) and those whose do not.
+# Families whose caches roll back (full, sliding, both, convolution), those whose state is put back
+# and fed again, and those that read no warm state but row by row.
 CHAINS = ("llama", "mistral", "gemma3", "lfm2")
 # Full attention that takes trees, and full caches whose models do not.
 TREES = ("llama", "qwen2", "gpt2")
 NO_TREES = ("bloom", "gpt_neo")
-RECURRENT = ("mamba2", "qwen3_next", "falcon_h1")
+RECURRENT = ("mamba2", "qwen3_next", "falcon_h1", "granite_hybrid")
+ONE_BY_ONE = ("mamba", "jamba")
 
 _COMMON = {
     "vocab_size": VOCABULARY,
@@ -53,6 +55,7 @@ _COMMON = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {}),
@@ -103,6 +106,56 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_chunk_size": 8,
         },
     ),
+    "qwen3": ("Qwen3Config", {}),
+    "qwen3_moe": ("Qwen3MoeConfig", _EXPERTS | {"moe_intermediate_size": 16}),
+    "phi3": ("Phi3Config", {"sliding_window": WINDOW}),
+    "gpt_neox": ("GPTNeoXConfig", {}),
+    "olmo2": ("Olmo2Config", {}),
+    "granite": ("GraniteConfig", {"residual_multiplier": 0.8, "logits_scaling": 0.5}),
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            "layer_types": ["mamba", "attention", "mamba"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 32,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "sliding_window": WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "bamba": (
+        "BambaConfig",
+        {
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 8,
+        },
+    ),
+    "mamba": ("MambaConfig", {"state_size": 8}),
+    "jamba": (
+        "JambaConfig",
+        _EXPERTS | {"attn_layer_period": 3, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    ),
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig",
+        {"lru_width": 32, "attention_window_size": WINDOW},
+    ),
 }
 
 
@@ -142,7 +195,12 @@ def recurrent_model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return shared_model(request.param)
 
 
-@pytest.fixture(scope="session", params=CHAINS + RECURRENT)
+@pytest.fixture(scope="session", params=ONE_BY_ONE)
+def plain_model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return shared_model(request.param)
+
+
+@pytest.fixture(scope="session", params=CHAINS + RECURRENT + ONE_BY_ONE)
 def any_model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return shared_model(request.param)
 

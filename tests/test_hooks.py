@@ -121,11 +121,16 @@ def test_greedy_ids_are_those_of_generate_in_every_family(chain_model: PreTraine
     assert hooked_ids(chain_model) == plain_ids(chain_model, PROMPT, 40)
 
 
-def test_a_model_that_cannot_roll_back_is_run_plainly(recurrent_model: PreTrainedModel) -> None:
-    model = copy.deepcopy(recurrent_model)
+def test_a_model_that_cannot_roll_back_is_run_plainly(plain_model: PreTrainedModel) -> None:
+    model = copy.deepcopy(plain_model)
     with pytest.warns(UserWarning, match="speculation is off"):
         ids = hooked_ids(model)
-    assert ids == plain_ids(recurrent_model, PROMPT, 40)
+    assert ids == plain_ids(plain_model, PROMPT, 40)
+
+
+def test_recurrent_models_give_the_ids_of_generate(recurrent_model: PreTrainedModel) -> None:
+    model = copy.deepcopy(recurrent_model)
+    assert hooked_ids(model) == plain_ids(recurrent_model, PROMPT, 40)
 
 
 def test_a_users_criteria_see_every_token_once(llama: PreTrainedModel) -> None:

@@ -118,8 +118,15 @@ class Model:
         for drafter in self.drafters.values():
             if isinstance(drafter, ModelDrafter):
                 drafter.guess_with(retrieval, serial[drafter.name].seconds)
-        trees, padded = self.engine.caps.trees, self.engine.caps.batch == "padded"
-        self.costs = policies.Costs(target, serial, tuple(self.drafters), trees, padded)
+        caps = self.engine.caps
+        self.costs = policies.Costs(
+            target,
+            serial,
+            tuple(self.drafters),
+            caps.trees,
+            caps.batch == "padded",
+            caps.rollback == "refeed",
+        )
         self._policy(policy)
 
     @property
@@ -130,7 +137,7 @@ class Model:
         return "; ".join(note for note in notes if note) or None
 
     def _plain_reason(self) -> str | None:
-        if self.engine.caps.rollback == "free":
+        if self.engine.caps.rollback != "none":
             return None
         note = (
             "speculation is off: this model has recurrent state, which cannot be rolled back, "
@@ -161,7 +168,7 @@ class Model:
 
     def _measured(self, engine: Engine, budget: float, ids: int) -> CostCurve:
         points: list[Any] = []
-        if engine.caps.rollback == "free":
+        if engine.caps.rollback != "none":
             sweep(engine, budget, lambda s, seconds: points.append((s, seconds)), ids=ids)
         curve = CostCurve(points)
         if self._store and curve.measured:

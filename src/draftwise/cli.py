@@ -332,7 +332,7 @@ def _load(ctx: typer.Context) -> Model:
         device=chosen["device"],
         kernels=chosen["kernels"],
     )
-    if model.engine.caps.rollback != "free":  # other notes are in the log already
+    if model.engine.caps.rollback == "none":  # other notes are in the log already
         show.say(str(model.note))
     return model
 

@@ -316,6 +316,7 @@ class State:
     free: tuple[Draft, ...] = ()
     stale: Mapping[str, int] = field(default_factory=dict)
     room: Mapping[str, int] = field(default_factory=dict)
+    unfed: int = 0  # committed rows that the target's next forward must run before the anchor
 
 
 @dataclass(frozen=True)
@@ -356,6 +357,7 @@ class StepResult:
     loosened: int = 0
     path: tuple[int, ...] = ()  # the accepted nodes of the plan's draft
     batch: int = 1
+    unfed: int = 0  # rows that the forward ran before the anchor, beside the plan's width
 
     @property
     def verified(self) -> int:

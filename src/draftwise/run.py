@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from .accept import Choice, NodeRows, rule_of
 from .core import DEEPEST, SIBLINGS, Ask, Draft, Request, State, StepPlan, StepResult
 from .drafters import Drafter, Rehearsal
-from .engines.base import PREFILL_CHUNK, Engine, PrefillChunk, Rows, Verify
+from .engines.base import PREFILL_CHUNK, UNFED, Engine, PrefillChunk, Rows, Verify
 from .policy import Policy
 from .sampling import Sampler
 from .stopping import Stopper
@@ -38,7 +38,7 @@ class Parts:
 
     def usable(self) -> Parts:
         """These with the drafters as they are now, none where the engine cannot roll back."""
-        chains = self.engine.caps.rollback == "free"
+        chains = self.engine.caps.rollback != "none"
         return replace(self, drafters=dict(self.drafters) if chains else {})
 
 
@@ -114,8 +114,14 @@ class Run:
             warm(self.seq, rehearsed)
 
     @property
+    def unfed(self) -> int:
+        engine = self.parts.engine
+        return engine.unfed(self.seq) if engine.caps.rollback == "refeed" else 0
+
+    @property
     def wanted(self) -> int:
-        return self.request.limit - len(self.generated)
+        """Tokens to come; one, and so no draft, where a plain step must feed what is unfed."""
+        return 1 if self.unfed > UNFED else self.request.limit - len(self.generated)
 
     def asks(self) -> list[Ask]:
         """What retrieval drafters are asked at every step."""
@@ -144,6 +150,7 @@ class Run:
             free,
             {name: d.stale(self.seq) for name, d in serial.items()},
             {name: d.room(self.seq) for name, d in serial.items()},
+            self.unfed,
         )
 
     def work(self, plan: StepPlan) -> Verify:

@@ -36,6 +36,7 @@ class Scheduler:
 
     def __init__(self, parts: Parts, size: int = BATCH_SIZE):
         self.parts, self.size = parts.usable(), size
+        self._apart = parts.engine.caps.batch == "single"
         self._waiting: deque[Run] = deque()
         self._runs: list[Run] = []
         self._read = 0  # tokens of prompts since the last step that all took
@@ -64,6 +65,9 @@ class Scheduler:
             if not ready:
                 return []
             self._read = 0
+            if self._apart:  # each forward is one run's, so each run has steps of its own
+                ready = ready[:1]
+                self._runs = [run for run in self._runs if run not in ready] + ready
             results, self._unpaid = step(self.parts, ready, self._unpaid)
             return results
 

@@ -142,7 +142,7 @@ def profile(
     store = CostStore(cache_dir() / "costs")
     curve = None if refresh else store.load(engine.name)
     stored, note = curve is not None, None
-    if engine.caps.rollback != "free":
+    if engine.caps.rollback == "none":
         curve, note = None, "this model's cache cannot be rolled back: it is only decoded plainly"
     elif curve is None:
         points: list[tuple[Shape, float]] = []

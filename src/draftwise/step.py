@@ -101,6 +101,7 @@ def _result(
         spent=sum(c.spent for c in choices),
         loosened=sum(c.loosened for c in choices),
         batch=batch,
+        unfed=state.unfed,
     )
 
 

@@ -241,8 +241,8 @@ def test_rows_between_forward_and_commit_are_not_kept(chain_model: PreTrainedMod
     np.testing.assert_allclose(rows.row(0), reference(chain_model, text)[-1], atol=TOLERANCE)
 
 
-def test_recurrent_models_say_so_and_refuse_a_rollback(recurrent_model: PreTrainedModel) -> None:
-    engine = TransformersEngine(recurrent_model)
+def test_models_that_cannot_roll_back_say_so_and_refuse(plain_model: PreTrainedModel) -> None:
+    engine = TransformersEngine(plain_model)
     assert engine.caps.rollback == "none"
     assert not engine.blank(-1, 16)
     prefill(engine, 0, [1, 2, 3])
@@ -251,31 +251,29 @@ def test_recurrent_models_say_so_and_refuse_a_rollback(recurrent_model: PreTrain
         engine.commit(0, (0,))
 
 
-def test_recurrent_models_are_decoded_plainly_with_one_warning(
-    recurrent_model: PreTrainedModel,
-) -> None:
+def test_they_are_decoded_plainly_with_one_warning(plain_model: PreTrainedModel) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = Model(recurrent_model, None, policy="fixed:5")
+        model = Model(plain_model, None, policy="fixed:5")
         prompt = [5, 6, 7, 8] * 4
         result = model.generate(prompt, max_new_tokens=30)
         again = model.generate(prompt, max_new_tokens=30, policy="auto")
     ours = [w for w in caught if "recurrent state" in str(w.message)]
     assert len(ours) == 1
-    assert list(result.token_ids) == plain_ids(recurrent_model, prompt, 30)
+    assert list(result.token_ids) == plain_ids(plain_model, prompt, 30)
     assert again.token_ids == result.token_ids
     assert (result.stats.verified, result.stats.plain_steps) == (0, 29)
     assert result.stats.note is not None and "recurrent" in result.stats.note
 
 
-def test_recurrent_chat_turns_read_only_what_is_new(recurrent_model: PreTrainedModel) -> None:
+def test_their_chat_turns_read_only_what_is_new(plain_model: PreTrainedModel) -> None:
     with pytest.warns(UserWarning, match="recurrent"):
-        model = Model(recurrent_model, None)
+        model = Model(plain_model, None)
     first = model.generate(random_ids(12), max_new_tokens=10, reuse=True)
     prompt = [*random_ids(12), *first.token_ids, 9, 8, 7, 6, 5]
     second = model.generate(prompt, max_new_tokens=20, reuse=True)
     assert second.stats.reused_tokens == 12 + 10 - 1
-    assert list(second.token_ids) == plain_ids(recurrent_model, prompt, 20)
+    assert list(second.token_ids) == plain_ids(plain_model, prompt, 20)
 
 
 @pytest.mark.parametrize("policy", ["plain", "fixed:1", "fixed:7", "fixed:3:suffix", "auto"])

@@ -164,17 +164,19 @@ def simulate(
     rest: float = 0.0,
     change: Callable[[int, TextEngine], None] | None = None,
     told: Curve | None = None,
+    kind: type[TextEngine] = TextEngine,
 ) -> Outcome:
     """Generates `requests` texts of `tokens` each. `change(step, engine)` may alter the world;
     `told` is the curve that the policy begins with, if it is not the true one."""
     clock = Clock()
     text = [int(t) for t in np.random.default_rng(5).integers(10, 99, tokens + 8)]
-    engine = TextEngine(text, price, clock)
+    engine = kind(text, price, clock)
     drafters = {d.name: d for d in make_drafters(text, clock)}
     draft_curve = CostCurve([(Shape(1, 4), serial_price), (Shape(32, 4), 2 * serial_price)])
     serial = {name: draft_curve for name, d in drafters.items() if d.serial}
     target = CostCurve([(Shape(w, 4), (told or price)(w)) for w in WIDTHS])
-    chosen = make(policy, Costs(target, serial, tuple(drafters)))
+    refeed = engine.caps.rollback == "refeed"
+    chosen = make(policy, Costs(target, serial, tuple(drafters), refeed=refeed))
     parts = loop.Parts(engine, drafters, chosen, Turn(), clock.perf_counter)
     seconds, steps, speedups = 0.0, [], []
     once = (tokens - 1) * price(1)

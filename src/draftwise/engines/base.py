@@ -5,8 +5,9 @@ says which rows of the forwards since the last commit stay; the others are rolle
 called after every forward, also when all rows stay: some caches trim themselves there. A tree is
 one forward that begins at committed rows, and what stays of it is one path from the anchor.
 
-`rollback` of the capabilities: "free" (rows can be dropped), "refeed" (state must be restored and
-rows fed again, at a cost), "none" (no row can be dropped: the target must be run plainly).
+`rollback` of the capabilities: "free" (rows can be dropped), "refeed" (a rejection takes all rows
+of its forward out of the cache; those that were kept are *unfed*, and the engine runs them in front
+of the next forward's anchor), "none" (no row can be dropped: the target must be run plainly).
 `batch`: "packed" (a forward of several sequences pays for the rows of all), "padded" (each pays for
 the widest), "single" (they run one after another).
 """
@@ -82,6 +83,10 @@ class Engine(Protocol):
     def commit(self, seq: SeqId, path: Sequence[int]) -> None:
         """Keeps rows `path` (indices, ascending) of those since the last commit, drops the rest."""
 
+    def unfed(self, seq: SeqId) -> int:
+        """Committed rows that the next forward runs before its anchor; only where rollback is
+        "refeed"."""
+
     def drop(self, seq: SeqId, rows: int) -> None:
         """Drops the last `rows` of those since the last commit; only engines with trees need it."""
 
@@ -104,6 +109,7 @@ class Engine(Protocol):
 # One forward over a very long prompt would hold attention scores of its whole length, and could not
 # be stopped; between chunks, other requests get their turn.
 PREFILL_CHUNK = 2048
+UNFED = 12  # with more unfed rows than this, a plain step feeds them all
 PASSES = 3
 WIDTHS = (1, 16, 4, 2, 8, 32, 64)  # the first two tell how steep the curve is
 
@@ -167,5 +173,6 @@ def _timed(engine: Engine, seq: SeqId, width: int, ids: int) -> float:
     start = time.perf_counter()
     rows = engine.forward([Verify(seq, (0,) * width, ids=ids)])[0]
     rows.argmax()
-    engine.commit(seq, ())
+    # The row of a plain step is always kept, and a recurrent state has no copy of what was before.
+    engine.commit(seq, range(width == 1))
     return time.perf_counter() - start

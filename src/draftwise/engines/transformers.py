@@ -5,8 +5,9 @@ verify trees (trees.py) take several sequences in one forward, from one storage 
 run them one after another. Full and sliding layers roll back exactly, the latter because past
 recording is switched on after the prefill and `crop` follows every forward (crop(0) trims the
 window). Convolution states do the same. Recurrent states do not: `crop` leaves rejected tokens in
-them without a word, so such a model reports rollback "none" and is run plainly. Whether a cache can
-be cropped is only known after its first forward, so `__init__` runs one.
+them without a word, so they are put back and kept rows fed again (recurrent.py, rollback "refeed").
+What a cache can do is only known after some forwards, so `__init__` runs a few; where it can do
+neither, the model is run plainly.
 
 Lossless because a chain verified in one causal forward has the logits of token-by-token decoding,
 up to rounding (docs/design.md §3.5). Trees, where the model can, are in trees.py; a chain is never
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core import FloatRow, SeqId, UsageError
-from . import prepacked, slots, trees
+from . import prepacked, recurrent, slots, trees
 from .base import PREFILL_CHUNK, Caps, PrefillChunk, Rows, Shape, Verify
 from .compiled import GAIN as COMPILED_GAIN
 from .compiled import LEAST, Compiled, gain
@@ -85,6 +86,7 @@ class _Sequence:
         self.pending = 0
         self.parents: tuple[int, ...] = ()
         self.recording = False
+        self.refeed: recurrent.Refeed | None = None
 
 
 class TransformersEngine:
@@ -117,10 +119,12 @@ class TransformersEngine:
         text = model.config.get_text_config(decoder=True)
         context = getattr(text, "max_position_embeddings", None)
         self._full = False  # every layer keeps all positions
-        croppable, branches = self._probe(text.vocab_size, context)
+        self._takes_positions = "position_ids" in parameters
+        self._positions = self._one_by_one = False  # what its forwards need (recurrent.Probe)
+        rollback, branches = self._probe(text.vocab_size, context)
         self.caps = Caps(
             trees=branches,
-            rollback="free" if croppable else "none",
+            rollback=rollback,
             batch="padded" if branches else "single",
             context=context,
             vocabulary=text.vocab_size,
@@ -142,32 +146,42 @@ class TransformersEngine:
             ]
         )
 
-    def _probe(self, vocabulary: int, context: int | None) -> tuple[bool, bool]:
-        """Whether the cache can be cropped, and whether trees can be verified."""
+    def _probe(self, vocabulary: int, context: int | None) -> tuple[str, bool]:
+        """How rows are rolled back, and whether trees can be verified."""
         tokens = trees.probe(vocabulary)[: context or None]
         with self._weights() as model:
+            cache, name = self._new_cache(), self._cache_name
             ids = torch.tensor([tokens], dtype=torch.long, device=model.device)
-
-            def run(cache: Any) -> torch.Tensor:
-                options = {self._cache_name: cache}
-                return model(input_ids=ids, use_cache=True, **options).logits[0].float()
-
-            cache = self._new_cache()
-            logits = run(cache)
+            logits = model(input_ids=ids, use_cache=True, **{name: cache}).logits[0]
             types = {type(layer).__name__ for layer in cache.layers}
             self._full = types == {"DynamicLayer"}
             croppable = bool(cache.is_croppable) and cache.get_seq_length() == len(tokens)
-            if not (self._full and croppable):
-                return croppable, False
-            self._in_place = True
+            self._in_place = self._full and croppable and self._appends(ids, logits)
+            if self._in_place and trees.possible(model):
+                cache = self._new_cache()
+                model(input_ids=ids, use_cache=True, **{name: cache})
+                if trees.honoured(model, cache, name, logits):
+                    return "free", True
+            for given in (False, True) if self._takes_positions else (False,):
+                self._positions = given
+                probe = recurrent.Probe(model, self._new_cache, name, logits, given)
+                if probe.honoured():
+                    return "free" if croppable else "refeed", False
+            if croppable and len(tokens) < len(trees.probe(vocabulary)):
+                return "free", False  # a context too short to try it out is no sign of a fault
+            if not probe.apart():
+                raise UsageError("this model keeps its state outside of a cache: not supported")
+            self._one_by_one = not probe.warm()
+            return "none", False
+
+    def _appends(self, ids: torch.Tensor, logits: torch.Tensor) -> bool:
+        """Whether the model takes layers that append in place, as it took the library's own."""
+        self._in_place = True
+        with self._weights() as model, contextlib.suppress(Exception):
             cache = self._new_cache()
-            with contextlib.suppress(Exception):  # a model that does more with its cache
-                if torch.equal(run(cache), logits):
-                    branches = trees.possible(model)
-                    name = self._cache_name
-                    return True, branches and trees.honoured(model, cache, name, logits)
-            self._in_place = False
-        return croppable, False
+            rows = model(input_ids=ids, use_cache=True, **{self._cache_name: cache}).logits[0]
+            return torch.equal(rows, logits)
+        return False
 
     def _compile(self) -> None:
         """Runs through the compiler from now on, if that pays."""
@@ -206,6 +220,11 @@ class TransformersEngine:
             yield model
 
     @property
+    def _device(self) -> torch.device:
+        with self._weights() as model:
+            return model.device
+
+    @property
     def closed(self) -> bool:
         return self._model() is None
 
@@ -227,8 +246,18 @@ class TransformersEngine:
         if tokens:  # what begins empty has no use for a kept cache, and leaves it to others
             kept, self._kept = self._kept, None
         reused = self._fit(kept, tokens) if kept else 0
-        self._sequences[seq] = kept if kept and reused else _Sequence(self._new_cache())
+        self._sequences[seq] = kept if kept and reused else self._begun()
         return reused
+
+    def _begun(self) -> _Sequence:
+        sequence = _Sequence(self._new_cache())
+        if self.caps.rollback == "refeed":
+            sequence.refeed = recurrent.Refeed(sequence.cache)
+        return sequence
+
+    def unfed(self, seq: SeqId) -> int:
+        refeed = self._open(seq).refeed
+        return len(refeed.unfed) if refeed else 0
 
     def _open(self, seq: SeqId) -> _Sequence:
         if self.closed:
@@ -262,8 +291,13 @@ class TransformersEngine:
 
     def _prefill(self, work: PrefillChunk) -> Rows:
         sequence = self._open(work.seq)
-        for start in range(0, len(work.tokens), PREFILL_CHUNK):
-            logits = self._run(sequence, work.tokens[start : start + PREFILL_CHUNK], 1)
+        if sequence.refeed and sequence.refeed.unfed:
+            raise ValueError("a prefill begins where all of the text is in the cache")
+        chunk = PREFILL_CHUNK
+        if self._one_by_one:
+            chunk = 1 if sequence.tokens else len(work.tokens)
+        for start in range(0, len(work.tokens), chunk):
+            logits = self._run(sequence, work.tokens[start : start + chunk], 1)
             self.commit(work.seq, range(sequence.pending))
         return TensorRows(logits, 0, 1)
 
@@ -275,7 +309,8 @@ class TransformersEngine:
         if not sequence.recording and self.caps.rollback == "free":
             sequence.cache.activate_past_recording()
             sequence.recording = True
-        width = max(work.width, n)
+        # Padding would be one more thing to take out of a recurrent state.
+        width = max(work.width, n) if sequence.refeed is None else n
         branches = any(parent != i for i, parent in enumerate(work.parents))
         tree = None
         if branches:
@@ -283,7 +318,8 @@ class TransformersEngine:
             with self._weights() as model:
                 held = [len(sequence.tokens)]
                 tree = trees.inputs([work.parents], width, held, model.dtype, model.device)
-        tokens = work.tokens + (0,) * (width - n)
+        tokens = sequence.refeed.begin(work.tokens) if sequence.refeed else work.tokens
+        tokens += (0,) * (width - n)
         logits = self._run(sequence, tokens, width, work.ids, tree)
         sequence.parents = work.parents if branches else ()
         return TensorRows(logits, 0, n)
@@ -333,6 +369,9 @@ class TransformersEngine:
         """Appends `tokens` to the sequence's cache; otherwise as `_logits`."""
         if sequence.parents:
             raise ValueError("rows after a tree that is not committed")
+        if self._positions and tree is None:
+            held = len(sequence.tokens)
+            tree = {"position_ids": recurrent.positions(held, len(tokens), self._device)}
         logits = self._logits([tokens], sequence.cache, rows, first, tree)
         sequence.tokens.extend(tokens)
         sequence.pending += len(tokens)
@@ -404,8 +443,13 @@ class TransformersEngine:
         elif list(path) != list(range(len(path))) or len(path) > sequence.pending:
             raise ValueError(f"this engine keeps the first rows of a chain, not {list(path)}")
         surplus = sequence.pending - len(path)
+        if sequence.refeed and sequence.refeed.running:
+            surplus = sequence.refeed.commit(len(path))
+            sequence.pending = 0
+            del sequence.tokens[len(sequence.tokens) - surplus :]
+            return
         sequence.pending = 0
-        if self.caps.rollback == "none":
+        if self.caps.rollback != "free":
             if surplus:
                 raise ValueError("this model's cache cannot be rolled back")
             return
@@ -437,17 +481,19 @@ class TransformersEngine:
             return
         if keep and sequence.pending:
             # Stopped between forward and commit: those rows are not text.
-            keep = self.caps.rollback == "free"
+            keep = sequence.refeed.revocable if sequence.refeed else self.caps.rollback == "free"
             if keep:
                 self._sequences[seq] = sequence
                 self.commit(seq, ())
                 del self._sequences[seq]
+        if keep and sequence.refeed:
+            sequence.refeed.unfed = ()  # its tokens are those in the cache
         self._kept = sequence if keep else self._kept
 
     def blank(self, seq: SeqId, length: int) -> int:
-        if self.caps.rollback != "free":
+        if self.caps.rollback == "none":
             return 0
-        self._sequences[seq] = sequence = _Sequence(self._new_cache())
+        self._sequences[seq] = sequence = self._begun()
         first = min(length, 2)
         self._run(sequence, (0,) * first, 1)
         self.commit(seq, range(first))

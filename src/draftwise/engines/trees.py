@@ -94,14 +94,14 @@ def possible(model: PreTrainedModel) -> bool:
     return not any(isinstance(value, int) and value > 0 for value in windows)
 
 
-def _ids(vocabulary: int, kinds: Sequence[int]) -> list[int]:
+def ids(vocabulary: int, kinds: Sequence[int]) -> list[int]:
     """Ids spread over the vocabulary: its first ones are often never trained."""
     return [vocabulary * (2 * kind + 1) // (2 * DISTINCT) for kind in kinds]
 
 
 def probe(vocabulary: int) -> list[int]:
     """The ids to run in an empty cache; their logits go to `honoured`, with that cache."""
-    return _ids(vocabulary, HELD + CHAIN)
+    return ids(vocabulary, HELD + CHAIN)
 
 
 def honoured(model: PreTrainedModel, cache: Any, name: str, logits: torch.Tensor) -> bool:
@@ -111,7 +111,7 @@ def honoured(model: PreTrainedModel, cache: Any, name: str, logits: torch.Tensor
         return False
     try:
         cache.crop(-len(CHAIN))
-        tokens = _ids(model.config.get_text_config(decoder=True).vocab_size, NODES)
+        tokens = ids(model.config.get_text_config(decoder=True).vocab_size, NODES)
         options: dict[str, Any] = {
             name: cache,
             "input_ids": torch.tensor([tokens], device=model.device),
@@ -120,9 +120,15 @@ def honoured(model: PreTrainedModel, cache: Any, name: str, logits: torch.Tensor
         rows = model(use_cache=True, **options).logits[0].float()
     except Exception:  # whatever a model does with inputs that it does not know
         return False
-    expected = logits[-len(CHAIN) :].float()
-    error = (rows[[0, 4, 5]] - expected).abs().max().item()
-    other = (rows[6] - expected[2]).abs().max().item()
+    return close(rows[[0, 4, 5]], logits[-len(CHAIN) :].float(), rows[6], model.dtype)
+
+
+def close(
+    rows: torch.Tensor, expected: torch.Tensor, other: torch.Tensor, dtype: torch.dtype
+) -> bool:
+    """Whether rows are as expected, up to rounding, and their last one is far from `other`."""
+    error = (rows - expected).abs().max().item()
+    distance = (other - expected[-1]).abs().max().item()
     spread = (expected - expected.mean(-1, keepdim=True)).abs().max().item()
-    tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
-    return error <= tolerance * spread and error < other / 4
+    tolerance = 1e-3 if dtype == torch.float32 else 5e-2
+    return error <= tolerance * spread and error < distance / 4

@@ -24,13 +24,14 @@ from .cost import CostCurve
 class Costs:
     """The target's cost curve and that of each serial drafter; `drafters` lists all, in order.
     `trees`: whether the engine verifies trees; `padded`: whether the sequences of a forward all pay
-    for the widest."""
+    for the widest; `refeed`: whether rows kept after a rejection are run again (`rollback`)."""
 
     target: CostCurve
     serial: Mapping[str, CostCurve]
     drafters: tuple[str, ...]
     trees: bool = False
     padded: bool = False
+    refeed: bool = False
 
 
 OBJECTIVES = ("latency", "throughput")

@@ -71,9 +71,12 @@ class Asking:
         self._drafting.pop(seq, None)
         self._forgone = {k: v for k, v in self._forgone.items() if k[0] != seq}
 
-    def best(self, state: State, rho: float, bar: float, row: Sequence[float]) -> Offer | None:
-        """The best offer that beats `bar`, the gain without asking, or a probe that is due."""
-        offers = [self._offer(state, name, rho, bar, row) for name in self.costs.serial]
+    def best(
+        self, state: State, rho: float, bar: float, row: Sequence[float], plain: float
+    ) -> Offer | None:
+        """The best offer that beats `bar`, the gain without asking, or a probe that is due. `row`:
+        T̃ by rows from the anchor on; `plain`: T(1), where nothing is unfed."""
+        offers = [self._offer(state, name, rho, bar, row, plain) for name in self.costs.serial]
         offer = max((o for o in offers if o is not None), key=lambda o: o.gain, default=None)
         if offer is None or offer.gain > bar:
             return offer
@@ -83,7 +86,13 @@ class Asking:
         return offer
 
     def _offer(
-        self, state: State, name: str, rho: float, bar: float, row: Sequence[float]
+        self,
+        state: State,
+        name: str,
+        rho: float,
+        bar: float,
+        row: Sequence[float],
+        plain: float,
     ) -> Offer | None:
         deepest = min(DEEPEST_ASK, state.wanted - 1, state.room[name])
         if deepest < 1:
@@ -94,7 +103,10 @@ class Asking:
         drafted = min(max(drafted, 1.0), float(deepest))
         accepted = min(accepted, float(state.wanted - 1))
         width = 1 + min(round(max(verified, drafted)), DEEPEST)
-        gain = 1.0 + accepted - rho * (drafted * one + row[width])
+        # What is fed again if any is rejected; all are accepted at most as often as one is.
+        again = row[2 + round(accepted)] - plain if self.costs.refeed else 0.0
+        rejected = max(1.0 - accepted / (width - 1), 0.0)
+        gain = 1.0 + accepted - rho * (drafted * one + row[width] + rejected * again)
         # Catching up also serves the steps to come, as many as the text may still have.
         extra = curve.seconds(stale, state.context - stale) - one if stale > 1 else 0.0
         if stale > FAR_BEHIND and self._rents(state.seq, name, (gain - bar) / rho, extra):
@@ -102,7 +114,7 @@ class Asking:
         left = self.lengths.left(state.seq, state.context, state.wanted)
         gain -= rho * extra / max(left / (1 + accepted), 1.0)
         ask = Ask(state.seq, name, deepest, siblings=SIBLINGS if self.costs.trees else 0)
-        return Offer(gain, extra + drafted * one + row[width] - row[1], ask)
+        return Offer(gain, extra + drafted * one + row[width] - row[1] + again, ask)
 
     def _rents(self, seq: SeqId, name: str, saved: float, price: float) -> bool:
         lost = self._forgone.get((seq, name), 0.0) + max(saved, 0.0)

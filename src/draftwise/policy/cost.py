@@ -140,12 +140,15 @@ class CostCurve:
         prices: Floats = self.drift * (base + slope * max(context - self._context, 0))
         return prices
 
-    def row(self, widest: int, context: int, batch: int = 1) -> list[float]:
-        """T̃_b(w, c) for w = 0..widest (index 0 repeats width 1)."""
+    def row(self, widest: int, context: int, batch: int = 1, padding: bool = True) -> list[float]:
+        """T̃_b(w, c) for w = 0..widest (index 0 repeats width 1); T_b without padding."""
         if batch > 1:
-            return self.of(batch).row(widest, context)
+            return self.of(batch).row(widest, context, padding=padding)
         widths = np.arange(1, max(widest, int(self._widths[-1])) + 1, dtype=np.float64)
         prices = self._prices(widths, context)
+        if not padding:
+            exact: list[float] = prices[:widest].tolist()
+            return [exact[0], *exact]
         least: list[float] = np.minimum.accumulate(prices[::-1])[::-1][:widest].tolist()
         return [least[0], *least]
 

@@ -16,6 +16,11 @@ Of b sequences in one forward each pays T_b/b, and ρ is the speed of all of the
 second of the forward is everyone's; for b = 1 that is the above. The curve learns the forward once,
 and the meter compares it with a plain one of the same b.
 
+Where rows are fed again after a rejection (Costs.refeed), T(w) is that of u + w rows with u unfed,
+so that of the plain step too, and a plan of n nodes of which a are kept, if not all, costs more:
+
+    + (1 − S_n) · (T(u + 2 + a) − T(1))      the next step's rows, beside those of plain decoding
+
 Retrieval drafts are scored against the text at every step, verified or not. The never-slower meter
 (guard.py) has the last word. Lossless: only drafts are chosen here; drafts drawn at random are
 never trimmed after the draw (docs/design.md §2, "no peeking"). Cost: about 0.2 ms a step.
@@ -60,7 +65,8 @@ class _Speed:
     tokens: float = 0.0
     seconds: float = 0.0
     rho: float = 0.0
-    row: list[float] = field(default_factory=list)
+    row: list[float] = field(default_factory=list)  # T̃ by the rows from the anchor on
+    plain: float = 0.0  # T(1), where nothing is unfed
     tree: Tree | None = None
 
     def add(self, tokens: int, seconds: float, half_life: float) -> None:
@@ -128,13 +134,16 @@ class Auto:
     def choose(self, batch: Sequence[State]) -> list[Ask]:
         size, context = len(batch), _mean(batch)
         rho = sum(self.price(state.seq, context, size) for state in batch)
-        whole = self.costs.target.row(DEEPEST + 1, context, size)
-        row = [seconds / size for seconds in whole]
+        refeed = self.costs.refeed  # such engines run one sequence at a time
+        unfed = batch[0].unfed if refeed else 0
+        whole = self.costs.target.row(DEEPEST + 2 + unfed, context, size, not refeed)
+        row = [seconds / size for seconds in whole[unfed:]]
         asks: list[Ask] = []
         risk = 0.0
         for state in batch:
             speed = self._speeds[state.seq]
             speed.rho, speed.row, speed.tree = rho, row, None
+            speed.plain = whole[1] / size
             offer = self._offer(state)
             if offer is not None and self.guard.allows(risk + offer.risk, whole[1]):
                 risk += offer.risk
@@ -148,7 +157,7 @@ class Auto:
         if not self.costs.serial or state.wanted < 2:
             return None
         bar, _ = self._best(state, state.free)
-        return self.asking.best(state, speed.rho, bar, speed.row)
+        return self.asking.best(state, speed.rho, bar, speed.row, speed.plain)
 
     def go(self, seq: SeqId, features: Features) -> bool:
         speed = self._speeds[seq]
@@ -172,14 +181,19 @@ class Auto:
             return empty
         _, head = self._best(state, drafts)
         n = len(head.tokens) if head else 0
-        risk, plain = speed.row[1 + n] - speed.row[1], speed.row[1]
-        allowed = self.guard.allows(risk, plain) and self.guard.allows_request(
-            state.seq, risk, plain
-        )
-        if head is None or not allowed:
+        risk = speed.row[1 + n] - speed.row[1]
+        if self.costs.refeed:
+            risk += speed.row[2] - speed.plain
+        if head is None or not self._allowed(state.seq, risk):
             return self._widened(1, state, drafts) or empty
+        if self.costs.refeed:
+            return StepPlan(state.seq, head, 1 + n)
         width = min(curve.padded(1 + n, state.context), 1 + state.wanted)
         return StepPlan(state.seq, head, max(width, 1 + n))
+
+    def _allowed(self, seq: SeqId, risk: float) -> bool:
+        plain = self._speeds[seq].plain
+        return self.guard.allows(risk, plain) and self.guard.allows_request(seq, risk, plain)
 
     def _widened(self, size: int, state: State, drafts: Sequence[Draft]) -> StepPlan | None:
         roots = [draft for draft in drafts if draft.tokens and not draft.after]
@@ -192,9 +206,10 @@ class Auto:
     def _best(self, state: State, drafts: Sequence[Draft]) -> tuple[float, Draft | None]:
         """(gain, draft): the best nodes to verify, drafting being paid for; None: plain."""
         speed = self._speeds[state.seq]
+        plain = speed.plain if self.costs.refeed else None
         best: tuple[float, Draft | None] = (1.0 - speed.rho * speed.row[1], None)
         for survival, head in self._candidates(state, drafts):
-            gain, n = _argmax(survival, speed.rho, speed.row)
+            gain, n = _argmax(survival, speed.rho, speed.row, plain)
             if n and gain > best[0]:
                 best = (gain, head(n))
         return best
@@ -273,7 +288,7 @@ class Auto:
     def _learn_costs(self, results: Sequence[StepResult]) -> tuple[float, float]:
         """(seconds of a plain step, of one like this), as they are priced."""
         curve, size, context = self.costs.target, len(results), _mean(results)
-        widths = [r.plan.width for r in results]
+        widths = [r.plan.width + r.unfed for r in results]
         mean = max(widths) if self.costs.padded else sum(widths) / size
         width = math.ceil(mean)
         plain = curve.seconds(1, context, size) + size * self.overhead
@@ -310,7 +325,7 @@ class Auto:
         tokens, nodes = sum(len(r.committed) for r in results), sum(r.verified for r in results)
         self._pool.add(tokens, seconds, HALF_LIFE * len(self._speeds))
         charged = min(seconds, STALL * expected)
-        speculated = any(r.plan.width > 1 or r.asked is not None for r in results)
+        speculated = any(r.plan.width + r.unfed > 1 or r.asked is not None for r in results)
         token = plain / size if speculated else charged / tokens  # what one is worth
         self.guard.learn(charged, token * tokens)
         verifying = charged - min(results[0].draft_seconds, charged)
@@ -329,11 +344,24 @@ def _drawn(drafts: Sequence[Draft]) -> Draft | None:
     return next((draft for draft in drafts if not draft.points), None)
 
 
-def _argmax(survival: Sequence[float], rho: float, row: Sequence[float]) -> tuple[float, int]:
-    """(gain, n) of verifying the first n of the nodes with these survivals: the best n."""
+def _argmax(
+    survival: Sequence[float], rho: float, row: Sequence[float], plain: float | None = None
+) -> tuple[float, int]:
+    """(gain, n) of verifying the first n of the nodes with these survivals: the best n. `plain`:
+    T(1), if what a rejection leaves is fed again."""
     tokens = itertools.accumulate(survival, initial=1.0)
-    gain, n = max((t - rho * row[1 + n], -n) for n, t in enumerate(tokens))
-    return gain, -n
+    if plain is None:
+        gain, n = max((t - rho * row[1 + n], -n) for n, t in enumerate(tokens))
+        return gain, -n
+    best = (-math.inf, 0)
+    for n, (total, whole) in enumerate(zip(tokens, (1.0, *survival), strict=True)):
+        seconds = row[1 + n]
+        if whole < 1.0:  # corrected estimates may be over 1, and need not fall with depth
+            kept = (total - 1.0 - n * whole) / (1.0 - whole)
+            kept = min(max(kept, 0.0), n - 1.0)
+            seconds += (1.0 - whole) * (row[2 + round(kept)] - plain)
+        best = max(best, (total - rho * seconds, -n))
+    return best[0], -best[1]
 
 
 def _mean(batch: Sequence[State] | Sequence[StepResult]) -> int:
