@@ -163,7 +163,7 @@ class _Run:
             finish=finish,
             path=tuple(path),
             spent=sum(c.spent for c in choices),
-            loosened=sum(c.loosened for c in choices),
+            strays=tuple(c.node for c in choices if c.loosened),
         )
         rest = self.clock() - started - result.draft_seconds - result.verify_seconds
         result = replace(result, rest_seconds=rest)

@@ -4,7 +4,8 @@ When the drafters' bytes (weights, caches and indexes) exceed the limit, they ar
 useful first, until the rest fits:
 
     usefulness = share of time saved / bytes
-    saved      = Σ over steps that verified its draft (T(1) · committed − seconds of verifying)
+    saved      = Σ over steps (T(1) · its accepted nodes
+                 − (seconds of verifying − T(1)) · its share of the verified nodes)
                  − Σ seconds of drafting with it
 
 as a share of all decode seconds seen. A drafter that was never tried is credited with UNTRIED, so
@@ -187,6 +188,7 @@ class DraftMemory:
         self._seconds += r.seconds
         if r.asked is not None:
             self._saved[r.asked] -= r.draft_seconds
-        if r.plan.draft is not None:
-            gained = plain(r.context) * len(r.committed) - r.verify_seconds
-            self._saved[r.plan.draft.drafter] += gained
+        one = plain(r.context) if r.verified else 0.0
+        for name, share in r.shares.items():
+            cost = (r.verify_seconds - one) * share.verified / r.verified
+            self._saved[name] += one * share.accepted - cost

@@ -18,10 +18,11 @@ from .core import StepResult
 
 @dataclass(frozen=True)
 class Stats:
-    """Seconds are wall-clock; `by_drafter` maps a drafter to its verified and accepted tokens, the
-    steps it served and the accepted tokens that were not the target's own choice. `loosened` is
-    their sum, and `nats_given_up` what the target preferred its own choices by; both are 0 under
-    a lossless `acceptance_rule`."""
+    """Seconds are wall-clock. `by_drafter` maps a drafter to its own verified and accepted tokens,
+    to the accepted ones that were not the target's own choice (`loosened`), and to the steps that
+    verified some of its tokens. Of the first three the drafters' sums are `verified`, `accepted`
+    and `loosened`; a step may count for several drafters. `nats_given_up` is what the target
+    preferred its own choices by; it and `loosened` are 0 under a lossless `acceptance_rule`."""
 
     prompt_tokens: int
     reused_tokens: int
@@ -117,9 +118,9 @@ class Tally:
                 self.asked_seconds += r.seconds
         for name in ("draft", "verify", "rest"):
             self._seconds[name] += getattr(r, f"{name}_seconds")
-        if r.plan.draft is not None:
-            own = self._drafters.setdefault(r.plan.draft.drafter, Counter())
-            own.update(verified=r.verified, accepted=r.accepted, steps=1, loosened=r.loosened)
+        for name, share in r.shares.items():
+            own = self._drafters.setdefault(name, Counter())
+            own.update(share._asdict(), steps=1)
 
     def stats(self) -> Stats:
         c, s = self._count, self._seconds
