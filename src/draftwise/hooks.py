@@ -4,12 +4,12 @@
 transformers `streamer`. `custom_generate` goes into `model.generate(**inputs,
 custom_generate=draftwise.custom_generate)` and returns what `generate` would: ids [1, L + new].
 
-Limits of the hook: transformers hands such a callable neither `streamer` nor `tokenizer`, so a
-streamer given there gets nothing after the prompt (use `generate` above), and `stop_strings` raise
-in transformers before we are called; it drops `assistant_model` without a word. Unlike
-`model.generate`, the hook stops where the model's context is full. What it cannot honour (several
-sequences, beams, padding, scores, a filled cache) it refuses with a UsageError. Logits processors
-and stopping criteria of the call are honoured: each is called once for every token, in order.
+Limits of the hook: transformers drops the `tokenizer` of a call before it calls such a callable, so
+`stop_strings` raise there (use `generate` above), and with cache_implementation="paged" it never
+calls it. Unlike `model.generate`, the hook stops where the model's context is full. What it cannot
+honour (several sequences, beams, padding, scores, a cache of the caller's) it refuses with a
+UsageError (refusals.py). Streamers, logits processors and stopping criteria of the call are
+honoured: each of the latter is called once for every token, in order.
 
 Lossless as in api.py. Greedy ids are those of `model.generate`; sampled ids have the same
 distribution, from a seed drawn from torch's global generator (so torch.manual_seed holds), but are
@@ -18,34 +18,28 @@ not the ids that transformers would have drawn. The model, its configs and its c
 
 from __future__ import annotations
 
+import inspect
+import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import GenerationMixin
 from typing_extensions import Unpack
 
 from .api import DEFAULT_DRAFTERS, Model, eos_ids
+from .call import Call
 from .core import SamplingParams, UsageError
 from .options import Sampling, sampling_params
 from .prompts import Prompt
+from .refusals import refuse
 from .result import Result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-# Model inputs that transformers adds by itself, or that are looked at below.
-KNOWN = (
-    "attention_mask",
-    "cache",
-    "inputs_embeds",
-    "logits_to_keep",
-    "past_key_values",
-    "position_ids",
-    "use_cache",
-)
 _wrapped: weakref.WeakKeyDictionary[Any, tuple[Model, Any]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -115,13 +109,18 @@ def generate(
     )
     if streamer is not None:
         streamer.put(torch.tensor([ids]))
+    _run(call, streamer)
+    return call.result
+
+
+def _run(call: Call, streamer: Any) -> None:
+    """Runs a request to its end; a transformers streamer gets its tokens."""
     with call:
         while (step := call.step()) is not None:
             for token in step.committed if streamer is not None else ():
                 streamer.put(torch.tensor([token]))
     if streamer is not None:
         streamer.end()
-    return call.result
 
 
 def custom_generate(
@@ -136,7 +135,8 @@ def custom_generate(
 ) -> Any:
     """For `model.generate(..., custom_generate=draftwise.custom_generate)`; see the module."""
     config = generation_config
-    _refuse(config, input_ids, synced_gpus, model_kwargs)
+    given = {"synced_gpus": synced_gpus, "streamer": streamer} | _arguments()
+    refuse(model, config, input_ids, model_kwargs, given)
     greedy = not config.do_sample
     # Length limits, EOS and everything about probabilities come as processors and criteria that
     # transformers made from the config; only the draw itself is ours.
@@ -153,8 +153,7 @@ def custom_generate(
         eos=frozenset(),
         device=input_ids.device,
     )
-    for _ in call:
-        pass
+    _run(call, given["streamer"])
     new = torch.tensor([call.result.token_ids], dtype=input_ids.dtype, device=input_ids.device)
     ids = torch.cat([input_ids, new], dim=-1)
     if not config.return_dict_in_generate:
@@ -164,34 +163,14 @@ def custom_generate(
     return GenerateDecoderOnlyOutput(sequences=ids)  # type: ignore[arg-type]
 
 
-def _refuse(config: Any, ids: torch.Tensor, synced: bool, kwargs: dict[str, Any]) -> None:
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    others = [n for n, value in kwargs.items() if n not in KNOWN and value is not None]
-    refused = {
-        "num_beams above 1": (config.num_beams or 1) > 1,
-        "num_return_sequences above 1": (config.num_return_sequences or 1) > 1,
-        "a batch of prompts (call it once for each)": ids.shape[0] != 1,
-        "output_scores, output_logits, output_attentions and output_hidden_states": any(
-            getattr(config, name, False) for name in OUTPUTS
-        ),
-        "padding in the prompt": mask is not None and bool((mask == 0).any()),
-        "positions other than 0, 1, 2, ...": positions is not None
-        and positions.flatten().tolist() != list(range(ids.shape[1])),
-        f"the model input {', '.join(others)}": bool(others),
-        "inputs_embeds": kwargs.get("inputs_embeds") is not None,
-        "a cache that already holds tokens": cache is not None and any(map(_filled, cache.layers)),
-        "use_cache=False": config.use_cache is False,
-        "prompt_lookup_num_tokens (draftwise drafts by itself)": bool(
-            config.prompt_lookup_num_tokens
-        ),
-        "synced_gpus": bool(synced),
-    }
-    for what, present in refused.items():
-        if present:
-            raise UsageError(f"draftwise.custom_generate does not support {what}")
-
-
-def _filled(layer: Any) -> bool:
-    states = getattr(layer, "has_previous_state", None)  # of recurrent layers, which have no length
-    return any(states.values()) if states is not None else layer.get_seq_length() > 0
+def _arguments() -> Mapping[str, Any]:
+    """The arguments of transformers' generate that called `custom_generate`: some of them it keeps
+    to itself, but what it was given must be honoured or refused. Empty where it did not call."""
+    frame = sys._getframe(2)
+    for _ in range(3):  # a user's function may stand between
+        if frame.f_code is inspect.unwrap(GenerationMixin.generate).__code__:
+            return dict(frame.f_locals)
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return {}
