@@ -115,7 +115,8 @@ def _refused(
 ) -> dict[str, bool]:
     cache = inputs.get("cache", inputs.get("past_key_values"))
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
-    others = [n for n, value in inputs.items() if n not in INPUTS and value is not None]
+    others = [n for n, v in inputs.items() if n not in INPUTS and v is not None and _holds(v)]
+    counted = list(range(ids.shape[1]))
     mode = str(getattr(config.get_generation_mode(), "value", ""))
     later = _later(config)
     return {
@@ -128,7 +129,7 @@ def _refused(
         and any(getattr(config, name, False) for name in OUTPUTS),
         "padding in the prompt: leave it out": mask is not None and bool((mask == 0).any()),
         "positions other than 0, 1, 2, ...: leave them out": positions is not None
-        and positions.flatten().tolist() != list(range(ids.shape[1])),
+        and any(row != counted for row in positions.reshape(-1, ids.shape[1]).tolist()),
         f"the model input {', '.join(others)}: only token ids": bool(others),
         "inputs_embeds: only token ids": inputs.get("inputs_embeds") is not None,
         f"a cache that already holds tokens: {_CACHES}": cache is not None
@@ -154,6 +155,11 @@ def _later(config: Any) -> list[str]:
     defaults: Mapping[str, Any] = getattr(config, "_get_default_generation_params", dict)()
     own = {n: value for n, value in vars(config).items() if n not in FIELDS and n[0] != "_"}
     return [n for n, value in own.items() if value is not None and value != defaults.get(n)]
+
+
+def _holds(value: Any) -> bool:
+    """Whether there is anything in it; models of images get an empty mapping of them."""
+    return not isinstance(value, Mapping) or len(value) > 0
 
 
 def _filled(layer: Any) -> bool:

@@ -86,6 +86,9 @@ class TransformersEngine:
         self._kept: _Sequence | None = None
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
+        # Models of images remember by how much a prompt's pictures shift the positions of what
+        # follows, and would shift those of a later text.
+        self._shifts = hasattr(model.base_model, "rope_deltas")
         # Renamed within transformers 5.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         text = model.config.get_text_config(decoder=True)
@@ -231,6 +234,10 @@ class TransformersEngine:
         with self._weights() as model:
             ids = torch.tensor([tokens], dtype=torch.long, device=model.device)
             options: dict[str, Any] = {self._cache_name: sequence.cache, **(tree or {})}
+            if self._shifts and tree is None:
+                start = len(sequence.tokens)
+                at = torch.arange(start, start + len(tokens), device=model.device)
+                options["position_ids"] = at[None]
             if self._keeps_logits:
                 options["logits_to_keep"] = rows
             if first and self._partial:
