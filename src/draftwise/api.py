@@ -117,10 +117,7 @@ class Model:
     def _plain_reason(self) -> str | None:
         if self.engine.caps.rollback == "free":
             return None
-        note = (
-            "speculation is off: this model has recurrent state, which cannot be rolled back, "
-            "so it is decoded plainly"
-        )
+        note = f"speculation is off: this model {self.engine.obstacle}, so it is decoded plainly"
         warnings.warn(note, stacklevel=3)
         return note
 

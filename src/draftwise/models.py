@@ -111,7 +111,11 @@ def weight_bytes(name: str | Path, dtype: torch.dtype | str | None = None) -> in
     if not counts:
         return None
     size = as_dtype.itemsize if isinstance(as_dtype, torch.dtype) else None
-    return sum(n * (size or BYTES.get(kind, 1)) for kind, n in counts.items())
+    # Integers are what quantised weights are packed in, and stay as they are.
+    return sum(
+        n * ((size if kind[0] in "FB" and size else None) or BYTES.get(kind, 1))
+        for kind, n in counts.items()
+    )
 
 
 def _counted(files: Sequence[Path]) -> Counter[str]:

@@ -24,11 +24,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core import FloatRow, SeqId, UsageError
-from . import trees
+from . import quantised, trees
 from .base import PREFILL_CHUNK, Caps, PrefillChunk, Rows, Shape, Verify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+# Why a model is decoded plainly.
+RECURRENT = "has recurrent state, which cannot be rolled back"
+ENTANGLED = "is quantised such that the rows of a forward change each other, drafted ones too"
 
 
 class TensorRows:
@@ -94,7 +99,14 @@ class TransformersEngine:
         text = model.config.get_text_config(decoder=True)
         context = getattr(text, "max_position_embeddings", None)
         self._full = False  # every layer keeps all positions
+        weights = quantised.described(model)
+        # Weights that are tensor subclasses, or are packed at their first use, do not bear it.
+        self._mode: Callable[[], Any] = torch.no_grad if weights else torch.inference_mode
         croppable, branches = self._probe(text.vocab_size, context)
+        self.obstacle = "" if croppable else RECURRENT
+        long = context is None or context >= 2 * quantised.ROWS
+        if weights and long and not self._apart(text.vocab_size):
+            self.obstacle, croppable, branches = ENTANGLED, False, False
         self.caps = Caps(
             trees=branches,
             rollback="free" if croppable else "none",
@@ -112,6 +124,7 @@ class TransformersEngine:
                 "transformers",
                 where,
                 str(model.dtype),
+                *([weights] if weights else []),
             ]
         )
 
@@ -133,12 +146,16 @@ class TransformersEngine:
             )
         return croppable, branches
 
+    def _apart(self, vocabulary: int) -> bool:
+        with self._weights() as model:
+            return quantised.rows_apart(model, self._new_cache, self._cache_name, vocabulary)
+
     @contextmanager
     def _weights(self) -> Iterator[PreTrainedModel]:
         model = self._model()
         if model is None:
             raise UsageError("this model is closed")
-        with torch.inference_mode():
+        with self._mode():
             yield model
 
     @property
@@ -260,6 +277,8 @@ class TransformersEngine:
             head = model.get_output_embeddings()
             if type(head) is not torch.nn.Linear or model.base_model is model:
                 return False
+            if not quantised.plain_weight(head):
+                return False
             ids = torch.tensor([[0, 1]], dtype=torch.long, device=model.device)
             states = model.base_model(input_ids=ids, use_cache=False)[0]
             logits = model(input_ids=ids, use_cache=False).logits
@@ -327,7 +346,7 @@ class TransformersEngine:
         self.commit(seq, range(first))
         if not self._full:
             return first  # what a window holds cannot be made up through its API
-        with torch.inference_mode():
+        with self._mode():
             for i, layer in enumerate(sequence.cache.layers):
                 shape = list(layer.keys.shape)
                 shape[-2] = length - first
@@ -343,7 +362,7 @@ class TransformersEngine:
         tensors = [*model.parameters(), *model.buffers()]
         tensors += [t for cache in held for layer in cache.layers for t in _tensors(vars(layer))]
         # Several tensors may lie in one storage, and a cropped cache keeps the whole of its own.
-        storages = [t.untyped_storage() for t in tensors]
+        storages = [part.untyped_storage() for t in tensors for part in quantised.parts(t)]
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
     def free(self) -> None:
