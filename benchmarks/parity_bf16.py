@@ -121,7 +121,7 @@ def report(tasks: list[Task], records: dict[str, dict[str, Any]]) -> bool:
         own = [t for t in tasks if (t.how, t.broken) == (how, "")]
         accepted = sum(records[task.key]["accepted"] for task in own)
         print(
-            f"{how}: {v.texts - v.differing} of {v.texts} texts are plain decoding's; of {v.tokens} "
+            f"{how}: {v.texts - v.differing} of {v.texts} are plain decoding's; of {v.tokens} "
             f"tokens ({accepted} drafted) {v.ties} are ties (rounding makes at most {v.most:.0f}), "
             f"{v.errors} are not; worst gap {v.worst:.3f}, allowance "
             f"{v.allowance:.3f}: {'passed' if v.passed else 'FAILED'}"

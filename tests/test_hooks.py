@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import itertools
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -28,7 +29,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import draftwise
-from conftest import VOCABULARY, plain_ids, shared_model, tiny_model
+from conftest import VOCABULARY, plain_ids, random_ids, shared_model, tiny_model
 from draftwise import UsageError
 
 OLD_NAME = "past_key_values"  # of the argument `cache`
@@ -359,6 +360,35 @@ def test_a_streamer_of_the_hook_gets_what_generate_would_give_it(llama: PreTrain
     ids = torch.tensor([PROMPT])
     draftwise.custom_generate(llama, ids, generation_config=config, streamer=direct)
     assert direct.calls == theirs.calls[1:]  # the prompt is put by transformers
+
+
+@pytest.mark.parametrize("policy", ["plain", "fixed:5"])
+def test_a_streamer_gets_the_ids_of_a_text_that_a_stop_string_ends(
+    llama: PreTrainedModel, byte_tokenizer: PreTrainedTokenizerFast, policy: str
+) -> None:
+    """Inside a block, across tokens: as transformers, it is given the stop string's ids too."""
+    for seed in itertools.count():
+        prompt = random_ids(12, seed)
+        ids = plain_ids(llama, prompt, 30)
+        read = [byte_tokenizer.decode([i]) for i in ids]
+        places = [i for i in range(5, 25) if (read[i] + read[i + 1]).isalpha()]
+        if places:
+            break
+    stop = read[places[0]][-1] + read[places[0] + 1][0]
+    ours, theirs = Recorder(), Recorder()
+    plain_ids(llama, prompt, 30, streamer=theirs, stop_strings=[stop], tokenizer=byte_tokenizer)
+    result = draftwise.generate(
+        llama,
+        byte_tokenizer,
+        prompt,
+        drafters=("lookup", llama),
+        policy=policy,
+        max_new_tokens=30,
+        stop=[stop],
+        streamer=ours,
+    )
+    assert ours.calls == theirs.calls
+    assert len(result.token_ids) <= places[0] + 2 and stop not in result.text
 
 
 def test_a_text_streamer_reads_as_with_generate(

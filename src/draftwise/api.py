@@ -23,6 +23,7 @@ from typing_extensions import Unpack
 from . import policy as policies
 from .accept import Criterion, named
 from .accept import check as check_acceptance
+from .alarm import Alarm
 from .call import Call
 from .core import Request, SamplingParams, UsageError
 from .decode import Parts, decode
@@ -85,7 +86,7 @@ class Model:
         self._turn = Turn()
         self._policies: dict[str, policies.Policy] = {}
         self._unsaved = 0
-        self._plain = self._plain_reason()
+        self._plain, self._alarm = self._plain_reason(), Alarm()
         made = [] if self._plain else [self._drafter(d) for d in drafters]
         self.drafters: dict[str, Drafter] = {d.name: d for d in made}
         if len(self.drafters) < len(made):
@@ -111,7 +112,7 @@ class Model:
     @property
     def note(self) -> str | None:
         """What a user should know of how texts are made here, such as why nothing is drafted."""
-        notes = [self._plain, *(self._memory.notes if self._memory else ())]
+        notes = [self._plain, *(self._memory.notes if self._memory else ()), *self._alarm.notes]
         return "; ".join(note for note in notes if note) or None
 
     def _plain_reason(self) -> str | None:
@@ -301,7 +302,7 @@ class Model:
             float(budget),
         )
         stopper = Stopper(tokenizer, prompt, limit, endings, params.stop, criteria, device)
-        tally = Tally(len(prompt), self.note, named(request))
+        tally = Tally(len(prompt), self.note, named(request), self._alarm)
         recorder: Recorder | None = None
         if trace is not None:
             trace = trace if isinstance(trace, Trace) else Trace(trace)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .alarm import Alarm
 from .core import StepResult
 
 
@@ -90,8 +91,15 @@ class Result:
 class Tally:
     """Adds step results up to Stats."""
 
-    def __init__(self, prompt_tokens: int, note: str | None = None, rule: str = "coupled"):
+    def __init__(
+        self,
+        prompt_tokens: int,
+        note: str | None = None,
+        rule: str = "coupled",
+        alarm: Alarm | None = None,
+    ):
         self._prompt, self._note, self._rule = prompt_tokens, note, rule
+        self._alarm = alarm or Alarm()
         # Steps in which a serial drafter was asked, but for the first, which reads the prompt too.
         self.asks, self.asked_tokens, self.asked_seconds = 0, 0, 0.0
         self._count: Counter[str] = Counter()
@@ -105,6 +113,7 @@ class Tally:
             self._count["reused"] = r.reused
             self._seconds["first"] += r.seconds
             return
+        self._alarm.add(r)
         self._count["steps"] += 1
         self._count["plain"] += int(not r.verified)
         self._count["verified"] += r.verified
@@ -124,6 +133,7 @@ class Tally:
 
     def stats(self) -> Stats:
         c, s = self._count, self._seconds
+        news = [note for note in self._alarm.notes if note not in (self._note or "")]
         return Stats(
             self._prompt,
             c["reused"],
@@ -137,7 +147,7 @@ class Tally:
             s["verify"],
             s["rest"],
             {name: dict(counts) for name, counts in self._drafters.items()},
-            self._note,
+            "; ".join(filter(None, (self._note, *news))) or None,
             self._rule,
             self._nats,
             c["loosened"],
