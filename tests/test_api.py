@@ -267,6 +267,24 @@ def test_min_new_tokens_holds_back_eos(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("least", [0, 12])
+def test_ends_that_are_copied_from_the_prompt_end_no_text(policy: str, least: int) -> None:
+    """Chat turns end with EOS, and a lookup drafter foretells it wherever words come back."""
+    target = tiny_model("llama")
+    written = plain_ids(target, [1, 2, 3], 8)
+    for eos in (written[5], 299):  # one that is written, and one that is not
+        target.generation_config.eos_token_id = eos
+        prompt = [7, *written[:3], eos, 8, *written[:2], eos, 1, 2, 3]
+        options: dict[str, Any] = {"pad_token_id": 0}
+        options |= {"min_new_tokens": least} if least else {}
+        expected = plain_ids(target, prompt, 20, **options)
+        result = Model(target, None).generate(
+            prompt, max_new_tokens=20, min_new_tokens=least, policy=policy
+        )
+        assert list(result.token_ids) == expected
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("n", range(1, 8))
 def test_short_texts_have_exactly_the_length_asked_for(model: Model, policy: str, n: int) -> None:
     result = model.generate([5, 6] * 8, max_new_tokens=n, policy=policy)

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,16 +57,31 @@ def drafters(seed: int = 0) -> list[ToyDrafter]:
 # counts
 
 
+class Mixed(Whim):
+    """As if every draft were merged from those of two drafters."""
+
+    def select(self, batch: Sequence[tuple[State, Sequence[Draft]]]) -> list[StepPlan]:
+        plans = super().select(batch)
+        for i, plan in enumerate(plans):
+            if plan.draft is not None:
+                whose = tuple(self._rng.choice(["trees", "best"]) for _ in plan.draft.tokens)
+                plans[i] = replace(plan, draft=replace(plan.draft, sources=whose))
+        return plans
+
+
 @given(
     wanted=st.integers(1, 25),
     seed=st.integers(0, 2**32),
     eos=st.frozensets(st.integers(0, SIZE - 1), max_size=1),
     acceptance=st.sampled_from([*RULES, "budget"]),
+    made=st.sampled_from([Whim, Mixed]),
 )
-@settings(max_examples=150, deadline=None, derandomize=True)
-def test_counts_reconcile(wanted: int, seed: int, eos: frozenset[int], acceptance: str) -> None:
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_counts_reconcile(
+    wanted: int, seed: int, eos: frozenset[int], acceptance: str, made: type[Whim]
+) -> None:
     params = SamplingParams(max_new_tokens=wanted, temperature=1.0, seed=seed)
-    engine, policy = ToyEngine(TARGET), Whim(seed, ["script"])
+    engine, policy = ToyEngine(TARGET), made(seed, ["script"])
     budget = acceptance == "budget"
     chosen = {"quality_budget": 0.5} if budget else {"acceptance": acceptance}
     asked = request(params, eos=eos, **chosen)
@@ -89,6 +105,11 @@ def test_counts_reconcile(wanted: int, seed: int, eos: frozenset[int], acceptanc
     assert stats.accepted == sum(d["accepted"] for d in stats.by_drafter.values())
     assert stats.loosened == sum(d["loosened"] for d in stats.by_drafter.values())
     assert stats.loosened <= stats.accepted
+    for name, own in stats.by_drafter.items():
+        drafted = [r for r in rest if r.plan.draft and name in r.plan.draft.whose]
+        assert own["steps"] == len(drafted)
+        whose = [(r.plan.draft.whose[i], r) for r in drafted if r.plan.draft for i in r.path]
+        assert own["accepted"] == sum(source == name for source, _ in whose)
     assert stats.nats_given_up == sum(r.spent for r in rest)
     if budget:
         assert stats.nats_per_token <= 0.5

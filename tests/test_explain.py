@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,7 +38,18 @@ def step(
 ) -> StepResult:
     made = draft(verified, name) if verified else None
     plan = StepPlan(0, made, 1 + verified)
+    more = {"path": tuple(range(accepted))} | more
     return StepResult(0, plan, 5, committed, accepted, drafted or ((made,) if made else ()), **more)
+
+
+def merged(path: tuple[int, ...], **more: Any) -> StepResult:
+    """A tree: 0 and its child 1 of the model, 2 beside 0 and its children 3 and 4 of others."""
+    sources = ("model", "model", "suffix", "suffix", "lookup")
+    made = replace(draft(5, "model"), parents=(-1, 0, -1, 2, 2), sources=sources)
+    committed = (*path, 9)
+    return StepResult(
+        0, StepPlan(0, made, 6), 5, committed, len(path), (draft(2, "model"),), path=path, **more
+    )
 
 
 # Origins and losses
@@ -52,6 +64,7 @@ def test_every_committed_token_has_its_origin() -> None:
     # A stop within the accepted tokens leaves the target's own out.
     assert origins(step((1, 2), 5, 2, finish="stop")) == ["lookup", "lookup"]
     assert origins(step((), prefill=True)) == []
+    assert origins(merged((2, 4))) == ["suffix", "lookup", "rejection"]
 
 
 def test_time_is_lost_to_what_was_rejected() -> None:
@@ -66,6 +79,17 @@ def test_time_is_lost_to_what_was_rejected() -> None:
     assert lost(short, 1.0) == pytest.approx(0.75 * 2.0)
     other = step((1, 9), 1, 1, "lookup", (draft(4, "model"),), asked="model", draft_seconds=2.0)
     assert lost(other, 1.0) == 2.0
+    # Of a merged draft, only the model's own accepted nodes were drafted for something.
+    asked = {"asked": "model", "draft_seconds": 2.0}
+    assert lost(merged((2, 4), **asked), 1.0) == 2.0
+    assert lost(merged((0,), **asked), 1.0) == pytest.approx(1.0)
+
+
+def test_each_drafter_of_a_merged_draft_has_its_own_counts() -> None:
+    made = Explainer(Bytes(), lambda context: 1.0).add(merged((2, 4)))
+    assert made is not None
+    assert made.by_drafter == {"model": (2, 0), "suffix": (2, 1), "lookup": (1, 1)}
+    assert "model 0/2, suffix 1/2, lookup 1/1" in made.line()
 
 
 # Text by token

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import warnings
+import itertools
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from scipy import stats
 from transformers import (
     DynamicCache,
+    GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -28,7 +29,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import draftwise
-from conftest import VOCABULARY, plain_ids, shared_model, tiny_model
+from conftest import VOCABULARY, plain_ids, random_ids, shared_model, tiny_model
 from draftwise import UsageError
 
 OLD_NAME = "past_key_values"  # of the argument `cache`
@@ -44,7 +45,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def hooked(model: PreTrainedModel, prompt: list[int] = PROMPT, **options: Any) -> Any:
     ids = torch.tensor([prompt])
     options = {"do_sample": False, "max_new_tokens": 40} | options
-    return model.generate(ids, custom_generate=draftwise.custom_generate, **options)
+    options = {"custom_generate": draftwise.custom_generate} | options
+    return model.generate(ids, **options)
 
 
 def hooked_ids(model: PreTrainedModel, **options: Any) -> list[int]:
@@ -239,20 +241,18 @@ def test_embeddings_as_prompt_are_refused(llama: PreTrainedModel) -> None:
         )
 
 
-def test_a_filled_cache_is_refused_and_an_empty_one_is_not_touched(
-    any_model: PreTrainedModel,
-) -> None:
+def test_a_cache_of_the_callers_is_refused_and_not_touched(any_model: PreTrainedModel) -> None:
+    """It would stay empty, and its owner means to go on from it."""
     named = "cache" if "cache" in inspect.signature(any_model.forward).parameters else OLD_NAME
-    model, cache = copy.deepcopy(any_model), DynamicCache(config=any_model.config)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "speculation is off")
-        assert hooked_ids(model, **{named: cache}) == plain_ids(any_model, PROMPT, 40)
+    cache = DynamicCache(config=any_model.config)
+    with pytest.raises(UsageError, match="would stay empty"):
+        hooked(any_model, **{named: cache})
     with torch.inference_mode():
-        expected = model(input_ids=torch.tensor([PROMPT[:5]])).logits
-        logits = model(input_ids=torch.tensor([PROMPT[:5]]), **{named: cache}).logits
+        expected = any_model(input_ids=torch.tensor([PROMPT[:5]])).logits
+        logits = any_model(input_ids=torch.tensor([PROMPT[:5]]), **{named: cache}).logits
     assert torch.equal(logits, expected), "the empty cache was written to"
     with pytest.raises(UsageError, match="already holds tokens"):
-        hooked(model, **{named: cache})
+        hooked(any_model, **{named: cache})
 
 
 def test_unknown_model_inputs_are_refused(llama: PreTrainedModel) -> None:
@@ -343,6 +343,53 @@ def test_a_streamer_gets_what_generate_would_give_it(
     assert len(result.token_ids) == n
 
 
+def test_a_streamer_of_the_hook_gets_what_generate_would_give_it(llama: PreTrainedModel) -> None:
+    ours, theirs, direct = Recorder(), Recorder(), Recorder()
+    plain_ids(llama, PROMPT, 40, streamer=theirs)
+    assert hooked_ids(llama, streamer=ours) == written(40)
+    assert ours.calls == theirs.calls
+
+    def between(model: PreTrainedModel, *args: Any, **options: Any) -> Any:
+        return draftwise.custom_generate(model, *args, **options)
+
+    ours = Recorder()
+    assert hooked_ids(llama, streamer=ours, custom_generate=between) == written(40)
+    assert ours.calls == theirs.calls
+    config = GenerationConfig(max_length=len(PROMPT) + 40)
+    ids = torch.tensor([PROMPT])
+    draftwise.custom_generate(llama, ids, generation_config=config, streamer=direct)
+    assert direct.calls == theirs.calls[1:]  # the prompt is put by transformers
+
+
+@pytest.mark.parametrize("policy", ["plain", "fixed:5"])
+def test_a_streamer_gets_the_ids_of_a_text_that_a_stop_string_ends(
+    llama: PreTrainedModel, byte_tokenizer: PreTrainedTokenizerFast, policy: str
+) -> None:
+    """Inside a block, across tokens: as transformers, it is given the stop string's ids too."""
+    for seed in itertools.count():
+        prompt = random_ids(12, seed)
+        ids = plain_ids(llama, prompt, 30)
+        read = [byte_tokenizer.decode([i]) for i in ids]
+        places = [i for i in range(5, 25) if (read[i] + read[i + 1]).isalpha()]
+        if places:
+            break
+    stop = read[places[0]][-1] + read[places[0] + 1][0]
+    ours, theirs = Recorder(), Recorder()
+    plain_ids(llama, prompt, 30, streamer=theirs, stop_strings=[stop], tokenizer=byte_tokenizer)
+    result = draftwise.generate(
+        llama,
+        byte_tokenizer,
+        prompt,
+        drafters=("lookup", llama),
+        policy=policy,
+        max_new_tokens=30,
+        stop=[stop],
+        streamer=ours,
+    )
+    assert ours.calls == theirs.calls
+    assert len(result.token_ids) <= places[0] + 2 and stop not in result.text
+
+
 def test_a_text_streamer_reads_as_with_generate(
     llama: PreTrainedModel, byte_tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -406,16 +453,12 @@ def test_generate_refuses_what_it_does_not_know(llama: PreTrainedModel) -> None:
 
 def test_the_hooks_documentation_states_its_limits() -> None:
     said = " ".join((draftwise.hooks.__doc__ or "").split())
-    assert "streamer given there gets nothing after the prompt" in said
     assert "`stop_strings` raise" in said
 
 
 def test_the_limits_of_the_hook_are_as_documented(
     llama: PreTrainedModel, byte_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    streamer = Recorder()
-    assert hooked_ids(llama, streamer=streamer) == written(40)
-    assert [shape for shape, *_ in streamer.calls] == [(1, len(PROMPT))]
     with pytest.raises(ValueError, match="tokenizer"):
         hooked(llama, stop_strings=["x"], tokenizer=byte_tokenizer)
 

@@ -8,6 +8,7 @@ import logging
 import threading
 import tracemalloc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from conftest import (
     tiny_model,
 )
 from draftwise import Model, SamplingParams, UsageError
-from draftwise.core import Request, StepPlan, StepResult, chain
+from draftwise.core import Features, Request, StepPlan, StepResult, chain
 from draftwise.drafters.lookup import Lookup
 from draftwise.drafters.model import ModelDrafter
 from draftwise.drafters.suffix import Suffix
@@ -145,10 +146,13 @@ class Weighs(Gone):
 def step(
     drafter: str | None, committed: int, verify: float, asked: str | None = None, draft: float = 0.0
 ) -> StepResult:
-    made = None if drafter is None else chain(0, drafter, [1], [None])  # type: ignore[list-item]
-    plan = StepPlan(0, made, 1)
+    accepted, made = committed - 1, None
+    if drafter is not None:
+        n = max(accepted, 1)
+        made = chain(0, drafter, [1] * n, [Features()] * n)
+    plan, path = StepPlan(0, made, 1), tuple(range(accepted))
     return StepResult(
-        0, plan, 9, tuple(range(committed)), 0, (), asked, 0, draft, verify, 0.0, finish=None
+        0, plan, 9, (7,) * committed, accepted, (), asked, 0, draft, verify, 0.0, path=path
     )
 
 
@@ -187,6 +191,18 @@ def test_what_drafting_costs_is_charged_to_who_was_asked() -> None:
     assert limited(10, steps, a=10, b=10) == ["a"]
     steps = [step("a", 3, 1.5, asked="b", draft=0.5), step("b", 4, 1.5)]
     assert limited(10, steps, a=10, b=10) == ["b"]
+
+
+def test_of_a_merged_draft_each_gets_what_its_own_nodes_saved() -> None:
+    # b has most of the nodes, and both accepted ones are a's.
+    both = replace(
+        chain(0, "b", [1] * 5, [Features()] * 5),
+        parents=(-1, 0, -1, 2, 3),
+        sources=("a", "a", "b", "b", "b"),
+    )
+    result = replace(step("b", 3, 1.5), plan=StepPlan(0, both, 6), path=(0, 1))
+    assert limited(10, [result], a=10, b=10) == ["a"]
+    assert limited(10, [replace(result, path=(2, 3))], a=10, b=10) == ["b"]
 
 
 def test_one_that_was_tried_and_saves_goes_after_one_that_was_not() -> None:

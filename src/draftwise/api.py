@@ -22,6 +22,7 @@ from typing_extensions import Unpack
 from . import policy as policies
 from .accept import check as check_acceptance
 from .accept import named
+from .alarm import Alarm
 from .batches import (
     BatchOptions,
     BatchSampling,
@@ -99,7 +100,7 @@ class Model:
         self._turn = Turn()
         self._policies: dict[str, policies.Policy] = {}
         self._unsaved = 0
-        self._plain = self._plain_reason()
+        self._plain, self._alarm = self._plain_reason(), Alarm()
         made = [] if self._plain else [self._drafter(d) for d in drafters]
         self.drafters: dict[str, Drafter] = {d.name: d for d in made}
         if len(self.drafters) < len(made):
@@ -132,17 +133,14 @@ class Model:
     @property
     def note(self) -> str | None:
         """What a user should know of how texts are made here, such as why nothing is drafted."""
-        notes = [self._plain, self.engine.kernels.note]
+        notes = [self._plain, self.engine.kernels.note, *self._alarm.notes]
         notes += self._memory.notes if self._memory else ()
         return "; ".join(note for note in notes if note) or None
 
     def _plain_reason(self) -> str | None:
         if self.engine.caps.rollback != "none":
             return None
-        note = (
-            "speculation is off: this model has recurrent state, which cannot be rolled back, "
-            "so it is decoded plainly"
-        )
+        note = f"speculation is off: this model {self.engine.obstacle}, so it is decoded plainly"
         warnings.warn(note, stacklevel=3)
         return note
 
@@ -359,7 +357,8 @@ class Model:
         return self._memory.serving if self._memory else self.drafters
 
     def _text(self, request: Request, stopper: Stopper) -> Text:
-        params, tally = request.params, Tally(len(request.prompt), self.note, named(request))
+        params = request.params
+        tally = Tally(len(request.prompt), self.note, named(request), self._alarm)
 
         def ended(steps: int) -> None:
             self._ended(steps)

@@ -26,6 +26,7 @@ import typer
 from . import cli_options as options
 from .core import SamplingParams, UsageError
 from .options import sampling_params
+from .refusals import INSTEAD
 
 if TYPE_CHECKING:
     from .api import Model
@@ -449,7 +450,8 @@ def _explained(error: Exception) -> tuple[str, int]:
         return str(error), 2
     # typer's own errors; their class is not public.
     if hasattr(error, "format_message"):
-        return str(error.format_message()), 2
+        hint = INSTEAD.get(str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_"))
+        return str(error.format_message()).rstrip(".") + (f": {hint}" if hint else ""), 2
     reason = (str(error).strip().splitlines() or [""])[0]
     hint = "(DRAFTWISE_DEBUG=1 shows the traceback)"
     return f"{type(error).__name__}: {reason} {hint}", 1

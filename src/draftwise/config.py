@@ -7,13 +7,13 @@ command line wins over it; a name that the command does not have is refused with
 from __future__ import annotations
 
 import json
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from .core import UsageError
+from .refusals import unknown
 
 
 def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -29,8 +29,7 @@ def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
     for key, value in _parsed(path).items():
         name = key.replace("-", "_")
         if name not in options:
-            near = get_close_matches(name, options, 1)
-            hint = f": did you mean {near[0].replace('_', '-')!r}?" if near else ""
+            hint = unknown(name, options).replace("_", "-")
             raise UsageError(f"unknown option {key!r} in {path}{hint}")
         option = options[name]
         if isinstance(value, dict):

@@ -108,6 +108,11 @@ class Draft:
         """True if no node was drawn at random: dropping some cannot shift a distribution."""
         return all(isinstance(q, Point) for q in self.q)
 
+    @property
+    def whose(self) -> tuple[str, ...]:
+        """Who proposed each node."""
+        return self.sources or (self.drafter,) * len(self.tokens)
+
     def head(self, n: int, survival: Sequence[float] = ()) -> Draft:
         """The first n nodes (parents come before children, so every head is a tree)."""
         return Draft(
@@ -328,6 +333,14 @@ class StepPlan:
     width: int
 
 
+class Share(NamedTuple):
+    """What a step did with the nodes of one drafter."""
+
+    verified: int
+    accepted: int
+    loosened: int
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What one step did. Seconds: `draft` (serial drafters), `verify` (target forward and commit),
@@ -335,9 +348,11 @@ class StepResult:
     `accepted` counts draft tokens in `committed`, `verified` those in the forward; `asked` is the
     serial drafter that drafted and `stale` what it had to catch up with. `prefill` marks the result
     that carries the prompt's pass and the first token, of which `reused` tokens were cached.
-    `loosened` counts accepted tokens that were not the target's own choice, `spent` the nats that
-    they gave up. `batch`: the sequences of its forward. They share the step's seconds, of which
-    each result carries all; the results of one step are learned from together."""
+    `path` are the accepted nodes of the plan's draft, `strays` those among them that were not the
+    target's own choice, and `spent` the nats that they gave up. `batch`: the sequences of its
+    forward. They share the step's seconds, of which each result carries all; the results of one
+    step are learned from together. `unfed`: rows that the forward ran before the anchor, beside the
+    plan's width."""
 
     seq: SeqId
     plan: StepPlan
@@ -354,10 +369,26 @@ class StepResult:
     prefill: bool = False
     reused: int = 0
     spent: float = 0.0
-    loosened: int = 0
-    path: tuple[int, ...] = ()  # the accepted nodes of the plan's draft
+    path: tuple[int, ...] = ()
+    strays: tuple[int, ...] = ()
     batch: int = 1
-    unfed: int = 0  # rows that the forward ran before the anchor, beside the plan's width
+    unfed: int = 0
+
+    @property
+    def loosened(self) -> int:
+        return len(self.strays)
+
+    @property
+    def shares(self) -> dict[str, Share]:
+        """Of every drafter with a node in the forward; a merged draft has several. Their sums are
+        `verified`, `accepted` and `loosened`."""
+        whose = self.plan.draft.whose if self.plan.draft else ()
+        accepted = [whose[node] for node in self.path]
+        loosened = [whose[node] for node in self.strays]
+        return {
+            name: Share(whose.count(name), accepted.count(name), loosened.count(name))
+            for name in dict.fromkeys(whose)
+        }
 
     @property
     def verified(self) -> int:

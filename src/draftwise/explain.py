@@ -39,7 +39,7 @@ PLAIN, BONUS, REJECTION = "plain", "bonus", "rejection"
 COLOURS = ("cyan", "green", "magenta", "blue")  # of drafters, in their order
 MEANINGS = {PLAIN: "plain", BONUS: "bonus after a whole draft", REJECTION: "after a rejection"}
 HEAD = (
-    f"{'step':>5} {'at':>5}  {'asked':<7} {'drafted':<20} {'width':>5} {'accepted':>12} "
+    f"{'step':>5} {'at':>5}  {'asked':<7} {'drafted':<20} {'width':>5} {'accepted':>22} "
     f"{'draft':>7} {'verify':>7} {'rest':>7}  committed (times in ms)"
 )
 
@@ -53,13 +53,14 @@ class Token(NamedTuple):
 @dataclass(frozen=True)
 class Explained:
     """One step. `step` 0 is the prompt's pass, `position` counts the generated tokens before it,
-    `drafted` the tokens of every draft that existed, `drafter` names the one that was verified."""
+    `drafted` the tokens of every draft that existed, `by_drafter` each drafter's verified and
+    accepted ones."""
 
     step: int
     position: int
     asked: str | None
     drafted: Mapping[str, int]
-    drafter: str | None
+    by_drafter: Mapping[str, tuple[int, int]]
     verified: int
     width: int
     accepted: int
@@ -73,14 +74,14 @@ class Explained:
 
     def line(self) -> str:
         drafted = ", ".join(f"{name} {n}" for name, n in self.drafted.items()) or "-"
-        accepted = f"{self.drafter} {self.accepted}/{self.verified}" if self.drafter else "-"
+        accepted = ", ".join(f"{name} {a}/{v}" for name, (v, a) in self.by_drafter.items()) or "-"
         runs = [
             f"{origin} {json.dumps(''.join(t.text for t in run), ensure_ascii=False)}"
             for origin, run in groupby(self.tokens, key=lambda token: token.origin)
         ]
         return (
             f"{self.step:>5} {self.position:>5}  {self.asked or '-':<7} {drafted:<20} "
-            f"{self.width:>5} {accepted:>12} {self.draft_ms:>7.1f} {self.verify_ms:>7.1f} "
+            f"{self.width:>5} {accepted:>22} {self.draft_ms:>7.1f} {self.verify_ms:>7.1f} "
             f"{self.rest_ms:>7.1f}  {' · '.join(runs)}"
         )
 
@@ -91,7 +92,7 @@ def origins(r: StepResult) -> list[str]:
     if draft is None or not r.verified:
         return [PLAIN] * len(r.committed)
     own = BONUS if r.accepted == r.verified else REJECTION
-    return [draft.drafter] * r.accepted + [own] * (len(r.committed) - r.accepted)
+    return [draft.whose[node] for node in r.path] + [own] * (len(r.committed) - r.accepted)
 
 
 def lost(r: StepResult, plain: float) -> float:
@@ -101,7 +102,7 @@ def lost(r: StepResult, plain: float) -> float:
         seconds += (1 - r.accepted / r.verified) * max(r.verify_seconds - plain, 0.0)
     if r.asked is not None:
         drafted = sum(len(d.tokens) for d in r.drafted if d.drafter == r.asked)
-        used = r.accepted if draft is not None and draft.drafter == r.asked else 0
+        used = r.shares[r.asked].accepted if r.asked in r.shares else 0
         seconds += (1 - used / max(drafted, used, 1)) * r.draft_seconds
     return seconds
 
@@ -134,7 +135,7 @@ class Explainer:
             position,
             r.asked,
             {d.drafter: len(d.tokens) for d in r.drafted},
-            r.plan.draft.drafter if r.plan.draft and r.verified else None,
+            {name: (share.verified, share.accepted) for name, share in r.shares.items()},
             r.verified,
             r.plan.width,
             r.accepted,

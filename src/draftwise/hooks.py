@@ -8,14 +8,13 @@ Both take batches. In the hook, padding on either side is left out of the prompt
 is returned, and rows that ended are filled up with the padding token. Where transformers would go
 on after right padding as if it were text, the hook goes on after the prompt.
 
-Limits of the hook: transformers hands such a callable neither `streamer` nor `tokenizer`, so a
-streamer given there gets nothing after the prompt (use `generate` above), and `stop_strings` raise
-in transformers before we are called; it drops `assistant_model` without a word. Unlike
-`model.generate`, the hook stops where the model's context is full. What it cannot honour (beams,
-several sequences a prompt, scores, a filled cache) it refuses with a UsageError. Logits processors
-and stopping criteria of the call are honoured: each is called once for every token, in order, with
-a row's own ids [1, L], padding included. Those of a batch see its rows by turns, so one that counts
-its calls belongs to a batch of one.
+Limits of the hook: transformers drops the `tokenizer` of a call before it calls such a callable, so
+`stop_strings` raise there (use `generate` above), and with cache_implementation="paged" it never
+calls it. Unlike `model.generate`, the hook stops where the model's context is full. What it cannot
+honour (beams, scores, a cache of the caller's) it refuses with a UsageError (refusals.py).
+Streamers, logits processors and stopping criteria of the call are honoured: each of the latter is
+called once for every token, in order, with a row's own ids [1, L], padding included. Those of a
+batch see its rows by turns, so one that counts its calls belongs to a batch of one.
 
 Lossless as in api.py. Greedy ids are those of `model.generate`; sampled ids have the same
 distribution, from a seed drawn from torch's global generator (so torch.manual_seed holds), but are
@@ -25,44 +24,31 @@ its caches are only read.
 
 from __future__ import annotations
 
+import inspect
+import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import torch
+from transformers import GenerationMixin
 from typing_extensions import Unpack
 
 from .api import DEFAULT_DRAFTERS, Model
 from .batches import BatchSampling, Prompts, each_params, is_batch, numbered
+from .call import Batch, Call
 from .core import SamplingParams, UsageError
 from .intake import Wish, eos_ids
 from .options import Sampling, sampling_params
-from .padding import PaddedRows, counted, pad_id, unbroken
+from .padding import PaddedRows, pad_id
 from .prompts import Prompt
+from .refusals import refuse
 from .result import Result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-# Model inputs that transformers adds by itself, or that are looked at below.
-KNOWN = (
-    "attention_mask",
-    "cache",
-    "inputs_embeds",
-    "logits_to_keep",
-    "past_key_values",
-    "position_ids",
-    "use_cache",
-)
-# What transformers makes processors of that remember, or count on, all rows of a batch.
-ONE_ROW = (
-    "guidance_scale",
-    "watermarking_config",
-    "encoder_repetition_penalty",
-    "encoder_no_repeat_ngram_size",
-)
 _wrapped: weakref.WeakKeyDictionary[Any, tuple[Model, Any]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -165,7 +151,7 @@ def generate(
         numbered(i, wrapped.encode, each, tokenizer) if several else wrapped.encode(each, tokenizer)
         for i, each in enumerate(prompts)
     ]
-    more = {
+    more: Any = {
         "processors": logits_processor,
         "criteria": stopping_criteria,
         "eos": eos_ids(model),
@@ -177,17 +163,23 @@ def generate(
         for _ in batch:
             pass
         return batch.results
-    chosen = {"policy": policy, "acceptance": acceptance, "quality_budget": quality_budget}
+    chosen: Any = {"policy": policy, "acceptance": acceptance, "quality_budget": quality_budget}
     call = wrapped.start(ids[0], params[0], **chosen, **more)
     if streamer is not None:
         streamer.put(torch.tensor(ids))
+    _run(call, streamer)
+    return call.result
+
+
+def _run(call: Call | Batch, streamer: Any) -> None:
+    """Runs a request, or several, to the end; a transformers streamer gets one's tokens."""
     with call:
-        while (step := call.step()) is not None:
-            for token in step.committed if streamer is not None else ():
-                streamer.put(torch.tensor([token]))
+        while step := call.step():
+            for result in step if isinstance(step, list) else [step]:
+                for token in result.committed if streamer is not None else ():
+                    streamer.put(torch.tensor([token]))
     if streamer is not None:
         streamer.end()
-    return call.result
 
 
 def custom_generate(
@@ -202,9 +194,9 @@ def custom_generate(
 ) -> Any:
     """For `model.generate(..., custom_generate=draftwise.custom_generate)`; see the module."""
     config, (rows, width) = generation_config, input_ids.shape
-    _refuse(config, input_ids, synced_gpus, model_kwargs)
-    mask = model_kwargs.get("attention_mask")
-    padded = PaddedRows(input_ids, mask)
+    given = {"synced_gpus": synced_gpus, "streamer": streamer, **_arguments()}
+    refuse(model, config, input_ids, model_kwargs, given)
+    padded = PaddedRows(input_ids, model_kwargs.get("attention_mask"))
     pad = pad_id(config, rows, stopping_criteria)
     seed = None if not config.do_sample else int(torch.randint(2**62, ()).item())
     wishes = [
@@ -224,8 +216,7 @@ def custom_generate(
         for i in range(rows)
     ]
     batch = _wrap(model).start_batch(padded.prompts, wishes, batch_size=rows)
-    for _ in batch:
-        pass
+    _run(batch, given["streamer"])
     ids = padded.joined([result.token_ids for result in batch.results], pad)
     if not config.return_dict_in_generate:
         return ids
@@ -234,38 +225,14 @@ def custom_generate(
     return GenerateDecoderOnlyOutput(sequences=ids)  # type: ignore[arg-type]
 
 
-def _refuse(config: Any, ids: torch.Tensor, synced: bool, kwargs: dict[str, Any]) -> None:
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    others = [n for n, value in kwargs.items() if n not in KNOWN and value is not None]
-    refused = {
-        "num_beams above 1": (config.num_beams or 1) > 1,
-        "num_return_sequences above 1": (config.num_return_sequences or 1) > 1,
-        "output_scores, output_logits, output_attentions and output_hidden_states": any(
-            getattr(config, name, False) for name in OUTPUTS
-        ),
-        "an attention mask with gaps": not unbroken(ids, kwargs.get("attention_mask")),
-        "positions other than 0, 1, 2, ...": not counted(
-            ids, kwargs.get("attention_mask"), kwargs.get("position_ids")
-        ),
-        f"the model input {', '.join(others)}": bool(others),
-        "inputs_embeds": kwargs.get("inputs_embeds") is not None,
-        "a cache that already holds tokens": cache is not None and any(map(_filled, cache.layers)),
-        "use_cache=False": config.use_cache is False,
-        "prompt_lookup_num_tokens (draftwise drafts by itself)": bool(
-            config.prompt_lookup_num_tokens
-        ),
-        "synced_gpus": bool(synced),
-        **{
-            f"{name} for several prompts": len(ids) > 1
-            and getattr(config, name, None) not in (None, 0, 1)
-            for name in ONE_ROW
-        },
-    }
-    for what, present in refused.items():
-        if present:
-            raise UsageError(f"draftwise.custom_generate does not support {what}")
-
-
-def _filled(layer: Any) -> bool:
-    states = getattr(layer, "has_previous_state", None)  # of recurrent layers, which have no length
-    return any(states.values()) if states is not None else layer.get_seq_length() > 0
+def _arguments() -> Mapping[str, Any]:
+    """The arguments of transformers' generate that called `custom_generate`: some of them it keeps
+    to itself, but what it was given must be honoured or refused. Empty where it did not call."""
+    frame = sys._getframe(2)
+    for _ in range(3):  # a user's function may stand between
+        if frame.f_code is inspect.unwrap(GenerationMixin.generate).__code__:
+            return dict(frame.f_locals)
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return {}

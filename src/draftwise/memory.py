@@ -4,7 +4,8 @@ When the drafters' bytes (weights, caches and indexes) exceed the limit, they ar
 useful first, until the rest fits:
 
     usefulness = share of time saved / bytes
-    saved      = Σ over steps that verified its draft (T(1) · committed − seconds of verifying)
+    saved      = Σ over steps (T(1) · its accepted nodes
+                 − (seconds of verifying − T(1)) · its share of the verified nodes)
                  − Σ seconds of drafting with it
 
 as a share of all decode seconds seen. A drafter that was never tried is credited with UNTRIED, so
@@ -189,7 +190,9 @@ class DraftMemory:
             self._seconds += steps[0].seconds
         for name in asked:
             self._saved[name] -= steps[0].draft_seconds / len(asked)
+        verified = sum(r.verified for r in steps)
         for r in steps:
-            if r.plan.draft is not None:
-                gained = plain(r.context, r.batch) * len(r.committed) - r.verify_seconds
-                self._saved[r.plan.draft.drafter] += gained / r.batch
+            one = plain(r.context, r.batch) if verified else 0.0
+            for name, share in r.shares.items():
+                cost = (r.verify_seconds - one) * share.verified / verified
+                self._saved[name] += one / r.batch * share.accepted - cost

@@ -27,8 +27,11 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -71,11 +74,11 @@ def load_model(
     name = str(DEFAULT if name_or_path is None else name_or_path)
     with one_line(f"cannot load {name}"), quiet(bars=False):
         config = AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False)
-        _check_causal(config, name)
+        kind = _kind(config, name)
         tokenizer = AutoTokenizer.from_pretrained(
             source, local_files_only=local, trust_remote_code=False
         )
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = kind.from_pretrained(
             source,
             local_files_only=local,
             trust_remote_code=False,
@@ -108,7 +111,11 @@ def weight_bytes(name: str | Path, dtype: torch.dtype | str | None = None) -> in
     if not counts:
         return None
     size = as_dtype.itemsize if isinstance(as_dtype, torch.dtype) else None
-    return sum(n * (size or BYTES.get(kind, 1)) for kind, n in counts.items())
+    # Integers are what quantised weights are packed in, and stay as they are.
+    return sum(
+        n * ((size if kind[0] in "FB" and size else None) or BYTES.get(kind, 1))
+        for kind, n in counts.items()
+    )
 
 
 def _counted(files: Sequence[Path]) -> Counter[str]:
@@ -165,13 +172,19 @@ def _cached_only(name: str) -> bool:
     raise UsageError(reason)
 
 
-def _check_causal(config: PretrainedConfig, name: str) -> None:
+def _kind(config: PretrainedConfig, name: str) -> Any:
+    """Who loads it; models of images or sound too are run with texts alone."""
     heads = config.architectures or []
     if config.is_encoder_decoder:
         raise UsageError(f"{name} is an encoder-decoder model: name a causal language model")
     # transformers would load these as causal models too, and they would write nonsense.
     if any(head.endswith("ForMaskedLM") for head in heads):
         raise UsageError(f"{name} is a masked language model: name a causal language model")
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return AutoModelForMultimodalLM
+    raise UsageError(f"{name} ({config.model_type}) writes no text: name a causal language model")
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:

@@ -1,27 +1,17 @@
 """Sampling options by name, as the API and the command line take them.
 
 `Sampling` tells type checkers the names and types; `sampling_params` refuses what SamplingParams
-does not know, with the nearest name.
+does not know, with what to do instead (refusals.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any, TypedDict
 
 from .core import SamplingParams, UsageError
-
-ELSEWHERE = {
-    "do_sample": ": a temperature above 0 samples",
-    "max_length": ": max_new_tokens counts new tokens only",
-    "num_beams": ": beam search is not supported",
-    "batch_size": ": it goes with a list of prompts",
-    "reuse": ": it goes with a single prompt",
-    "trace": ": it goes with a single prompt",
-    "num_return_sequences": ": call it once for each text, with a seed of its own",
-}
+from .refusals import unknown
 
 
 class Alike(TypedDict, total=False):
@@ -52,7 +42,5 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     known = [f.name for f in fields(SamplingParams)]
     for name in options:
         if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f": did you mean {near[0]!r}?" if near else ELSEWHERE.get(name, "")
-            raise UsageError(f"unknown option {name!r}{hint}")
+            raise UsageError(f"unknown option {name!r}{unknown(name, known)}")
     return SamplingParams(**{k: v for k, v in options.items() if v is not None or k == "seed"})

@@ -17,15 +17,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .alarm import Alarm
 from .core import StepResult
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Seconds are wall-clock; `by_drafter` maps a drafter to its verified and accepted tokens, the
-    steps it served and the accepted tokens that were not the target's own choice. `loosened` is
-    their sum, and `nats_given_up` what the target preferred its own choices by; both are 0 under
-    a lossless `acceptance_rule`."""
+    """Seconds are wall-clock. `by_drafter` maps a drafter to its own verified and accepted tokens,
+    to the accepted ones that were not the target's own choice (`loosened`), and to the steps that
+    verified some of its tokens. Of the first three the drafters' sums are `verified`, `accepted`
+    and `loosened`; a step may count for several drafters. `nats_given_up` is what the target
+    preferred its own choices by; it and `loosened` are 0 under a lossless `acceptance_rule`."""
 
     prompt_tokens: int
     reused_tokens: int
@@ -93,8 +95,15 @@ class Result:
 class Tally:
     """Adds step results up to Stats."""
 
-    def __init__(self, prompt_tokens: int, note: str | None = None, rule: str = "coupled"):
+    def __init__(
+        self,
+        prompt_tokens: int,
+        note: str | None = None,
+        rule: str = "coupled",
+        alarm: Alarm | None = None,
+    ):
         self._prompt, self._note, self._rule = prompt_tokens, note, rule
+        self._alarm = alarm or Alarm()
         # Steps in which a serial drafter was asked, but for the first, which reads the prompt too.
         self.asks, self.asked_tokens, self.asked_seconds = 0, 0, 0.0
         self._count: Counter[str] = Counter()
@@ -108,6 +117,7 @@ class Tally:
             self._count["reused"] = r.reused
             self._seconds["first"] += r.seconds
             return
+        self._alarm.add(r)
         self._count["steps"] += 1
         self._count["plain"] += int(not r.verified)
         self._count["verified"] += r.verified
@@ -121,12 +131,13 @@ class Tally:
                 self.asked_seconds += r.seconds / r.batch
         for name in ("draft", "verify", "rest"):
             self._seconds[name] += getattr(r, f"{name}_seconds")
-        if r.plan.draft is not None:
-            own = self._drafters.setdefault(r.plan.draft.drafter, Counter())
-            own.update(verified=r.verified, accepted=r.accepted, steps=1, loosened=r.loosened)
+        for name, share in r.shares.items():
+            own = self._drafters.setdefault(name, Counter())
+            own.update(share._asdict(), steps=1)
 
     def stats(self) -> Stats:
         c, s = self._count, self._seconds
+        news = [note for note in self._alarm.notes if note not in (self._note or "")]
         return Stats(
             self._prompt,
             c["reused"],
@@ -140,7 +151,7 @@ class Tally:
             s["verify"],
             s["rest"],
             {name: dict(counts) for name, counts in self._drafters.items()},
-            self._note,
+            "; ".join(filter(None, (self._note, *news))) or None,
             self._rule,
             self._nats,
             c["loosened"],

@@ -99,7 +99,7 @@ def _result(
         finish=run.finish,
         path=path,
         spent=sum(c.spent for c in choices),
-        loosened=sum(c.loosened for c in choices),
+        strays=tuple(c.node for c in choices if c.loosened),
         batch=batch,
         unfed=state.unfed,
     )

@@ -443,6 +443,25 @@ def test_rows_past_the_vocabulary_are_not_seen() -> None:
     assert rows.row(0).tolist() == [0.0, 2.0, 1.0]
 
 
+def test_no_more_rows_are_copied_to_the_host_than_are_committed(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = 0
+    row = engine_module.TensorRows.row
+
+    def counted(self: engine_module.TensorRows, i: int) -> Any:
+        nonlocal copied
+        copied += 1
+        return row(self, i)
+
+    monkeypatch.setattr(engine_module.TensorRows, "row", counted)
+    model = Model(llama, None, policy="fixed:6")
+    greedy = model.generate([5, 6, 7, 8] * 6, max_new_tokens=40)
+    assert copied == 0 and greedy.stats.verified > 0
+    model.generate([5, 6, 7, 8] * 6, max_new_tokens=40, temperature=1.0, seed=3)
+    assert copied == 40
+
+
 def test_bfloat16_rows_come_as_float32() -> None:
     engine = TransformersEngine(copy.deepcopy(shared_model("llama")).to(torch.bfloat16))
     _, rows = prefill(engine, 0, [1, 2, 3])

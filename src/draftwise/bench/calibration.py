@@ -55,8 +55,7 @@ class Watching:
         if draft is None or not draft.survival or result.accepted == len(result.committed):
             return
         path = set(result.path)
-        sources = draft.sources or (draft.drafter,) * len(draft.tokens)
-        for node, (source, survival) in enumerate(zip(sources, draft.survival, strict=True)):
+        for node, (source, survival) in enumerate(zip(draft.whose, draft.survival, strict=True)):
             self._seen.append((source, survival, node in path))
 
     def tables(self) -> tuple[Reliability, ...]:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core import FloatRow, SeqId, UsageError
-from . import prepacked, recurrent, slots, trees
+from . import prepacked, quantised, recurrent, slots, trees
 from .base import PREFILL_CHUNK, Caps, PrefillChunk, Rows, Shape, Verify
 from .compiled import GAIN as COMPILED_GAIN
 from .compiled import LEAST, Compiled, gain
@@ -35,6 +35,11 @@ from .kernels import choose
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+# Why a model is decoded plainly.
+RECURRENT = "has recurrent state, which cannot be rolled back"
+ENTANGLED = "is quantised such that the rows of a forward change each other, drafted ones too"
 
 
 class _Logits:
@@ -113,15 +118,25 @@ class TransformersEngine:
         self._in_place = False  # caches that append without a copy
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
+        # Models of images remember by how much a prompt's pictures shift the positions of what
+        # follows, and would shift those of a later text.
+        self._shifts = hasattr(model.base_model, "rope_deltas")
         # Renamed within transformers 5.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self.kernels = choose(model, kernels)
         text = model.config.get_text_config(decoder=True)
         context = getattr(text, "max_position_embeddings", None)
         self._full = False  # every layer keeps all positions
+        weights = quantised.described(model)
+        # Weights that are tensor subclasses, or are packed at their first use, do not bear it.
+        self._mode: Callable[[], Any] = torch.no_grad if weights else torch.inference_mode
         self._takes_positions = "position_ids" in parameters
         self._positions = self._one_by_one = False  # what its forwards need (recurrent.Probe)
         rollback, branches = self._probe(text.vocab_size, context)
+        self.obstacle = "" if rollback != "none" else RECURRENT
+        long = context is None or context >= 2 * quantised.ROWS
+        if weights and long and not self._apart(text.vocab_size):
+            self.obstacle, rollback, branches = ENTANGLED, "none", False
         self.caps = Caps(
             trees=branches,
             rollback=rollback,
@@ -142,6 +157,7 @@ class TransformersEngine:
                 "transformers",
                 where,
                 str(model.dtype),
+                *([weights] if weights else []),
                 *self.kernels.used,
             ]
         )
@@ -211,12 +227,16 @@ class TransformersEngine:
         else:
             self.kernels.used += ("compiled",)
 
+    def _apart(self, vocabulary: int) -> bool:
+        with self._weights() as model:
+            return quantised.rows_apart(model, self._new_cache, self._cache_name, vocabulary)
+
     @contextmanager
     def _weights(self) -> Iterator[PreTrainedModel]:
         model = self._model()
         if model is None:
             raise UsageError("this model is closed")
-        with torch.inference_mode():
+        with self._mode():
             yield model
 
     @property
@@ -369,7 +389,7 @@ class TransformersEngine:
         """Appends `tokens` to the sequence's cache; otherwise as `_logits`."""
         if sequence.parents:
             raise ValueError("rows after a tree that is not committed")
-        if self._positions and tree is None:
+        if (self._positions or self._shifts) and tree is None:
             held = len(sequence.tokens)
             tree = {"position_ids": recurrent.positions(held, len(tokens), self._device)}
         logits = self._logits([tokens], sequence.cache, rows, first, tree)
@@ -424,6 +444,8 @@ class TransformersEngine:
                 type(head) not in (torch.nn.Linear, prepacked.Prepacked)
                 or model.base_model is model
             ):
+                return False
+            if not quantised.plain_weight(head):
                 return False
             ids = torch.tensor([[0, 1]], dtype=torch.long, device=model.device)
             states = model.base_model(input_ids=ids, use_cache=False)[0]
@@ -499,7 +521,7 @@ class TransformersEngine:
         self.commit(seq, range(first))
         if not self._full:
             return first  # what a window holds cannot be made up through its API
-        with torch.inference_mode():
+        with self._mode():
             for i, layer in enumerate(sequence.cache.layers):
                 shape = list(layer.keys.shape)
                 shape[-2] = length - first
@@ -517,7 +539,7 @@ class TransformersEngine:
         relaid += self._heads.values()
         tensors += [t for cache in held for layer in cache.layers for t in _tensors(vars(layer))]
         # Several tensors may lie in one storage, and a cropped cache keeps the whole of its own.
-        storages = [t.untyped_storage() for t in tensors]
+        storages = [part.untyped_storage() for t in tensors for part in quantised.parts(t)]
         held_bytes = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
         return held_bytes + sum(layer.nbytes for layer in relaid)
 
