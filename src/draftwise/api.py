@@ -256,7 +256,8 @@ class Model:
         prompt (of `stop`, a list of lists). At most `batch_size` prompts run at once; others join
         as those end. `cancel` ends all.
         """
-        ids = [numbered(i, self.encode, prompt) for i, prompt in enumerate(prompts)]
+        each: list[Any] = list(prompts)
+        ids = [numbered(i, self.encode, prompt) for i, prompt in enumerate(each)]
         wishes = [
             Wish(params, acceptance, quality_budget) for params in each_params(sampling, len(ids))
         ]

@@ -44,6 +44,7 @@ class Compiled:
                     return self._compiled(**inputs)
             except Exception as error:
                 self._compiled = None
+                error = getattr(error, "inner_exception", error)  # the tracer wraps the backend's
                 lines = [line for line in str(error).splitlines() if line.strip()] or [""]
                 self.failure = f"{type(error).__name__}: {lines[0].strip()[:200]}"
         return self._plain(**inputs)
