@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from .accept import Choice, NodeRows, rule_of
 from .core import DEEPEST, SIBLINGS, Ask, Draft, Request, State, StepPlan, StepResult
-from .drafters import Drafter, Rehearsal
+from .drafters import Drafter, Rehearsal, teach
 from .engines.base import PREFILL_CHUNK, Engine, PrefillChunk, Rows, Verify
 from .policy import Policy
 from .sampling import Sampler
@@ -140,13 +140,16 @@ class _Run:
             rows.argmax()  # waits for the device, so that the forward's seconds are its own
         verified = self.clock()
 
+        checked = (self.generated[-1], *(plan.draft.tokens if plan.draft else ()))
         choices, finish = self._accept(plan.draft, rows)
         committed = tuple(c.token for c in choices)
         path = [c.node for c in choices if c.node >= 0]
         before_commit = self.clock()
-        self.engine.commit(self.seq, (0, *(node + 1 for node in path)))
+        kept = (0, *(node + 1 for node in path))
+        self.engine.commit(self.seq, kept)
         after_commit = self.clock()
         self.reach = min(max(REACH, 4 * len(committed)), DEEPEST)
+        teach(self.drafters.values(), self.seq, checked, kept, rows)
         for drafter in self.drafters.values():
             drafter.observe(self.seq, committed)
         result = StepResult(

@@ -25,7 +25,7 @@ import torch
 
 from ..core import FloatRow, SeqId, UsageError
 from . import trees
-from .base import PREFILL_CHUNK, Caps, PrefillChunk, Rows, Shape, Verify
+from .base import PREFILL_CHUNK, Caps, PrefillChunk, Rows, Shape, Top, Verify, top_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,13 +38,24 @@ class TensorRows:
         self._logits = logits[:, :vocabulary]
         self._best: list[int] | None = None
 
+    @cached_property
+    def _floats(self) -> torch.Tensor:
+        return self._logits.float()
+
     def argmax(self) -> Sequence[int]:
         if self._best is None:
-            logits = self._logits.float()
+            logits = self._floats
             # 16 rows of 152k on one core: numpy 0.4 ms, torch 2.5 ms, torch in bf16 25 ms.
             best = logits.numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1)
             self._best = best.tolist()
         return self._best
+
+    def top(self, k: int) -> Top:
+        logits = self._floats
+        if logits.device.type == "cpu":
+            return top_of(logits.numpy(), k)
+        scores, ids = logits.topk(min(k, logits.shape[1]))
+        return Top(ids.cpu().numpy(), scores.cpu().numpy())
 
     def row(self, i: int) -> FloatRow:
         row: FloatRow = self._logits[i].float().cpu().numpy()
