@@ -69,7 +69,7 @@ class BenchOptions:
     dtype: str | None = None
     threads: int | None = None
     fresh: bool = False
-    drafters: tuple[str, ...] = ("lookup", "suffix")
+    drafters: tuple[str, ...] = ("lookup", "suffix", "recycling")
     trace: Trace | None = None
 
 

@@ -143,11 +143,12 @@ class Tree:
         if len(ranked) > 1:
             other, (i, _) = ranked[1 if place == 0 else 0][0]
             rival = self._drafts[i].drafter if other >= RIVAL * b else ""
-        who = {self._drafts[i].drafter for i, node in members if self._joins(i, node, b)}
-        return self._drafts[best[0]].drafter, rival, min(place, 3), len(who) > 1
+        agreed = len(members) > 1 and self._agreed(members, RIVAL * b)
+        return self._drafts[best[0]].drafter, rival, min(place, 3), agreed
 
-    def _joins(self, i: int, node: int, b: float) -> bool:
-        return self._estimate(self._drafts[i], node) >= RIVAL * b
+    def _agreed(self, members: Sequence[Member], least: float) -> bool:
+        sure = [i for i, node in members if self._estimate(self._drafts[i], node) >= least]
+        return len({self._drafts[i].drafter for i in sure}) > 1
 
     def _sure(self, members: Sequence[Member]) -> tuple[float, Member]:
         """The largest estimate for a node, and whose it is."""
