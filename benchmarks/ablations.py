@@ -2,7 +2,8 @@
 
     python benchmarks/ablations.py TRACE [flat steep ...]
 
-Each line takes one part away and leaves the rest; the last column is the worst request.
+Each line takes one part, or one of the trace's retrieval drafters, away and leaves the rest; the
+last column is the worst request.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -54,7 +56,7 @@ WITHOUT: dict[str, list[Callable[[], Any]]] = {
 @contextlib.contextmanager
 def without(name: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for patch in WITHOUT[name]:
+        for patch in WITHOUT.get(name, []):
             stack.enter_context(patch())
         yield
 
@@ -70,9 +72,12 @@ def main() -> None:
         plain, best = sum(b.plain for b in known), sum(b.hindsight for b in known)
         print(f"\n| {cost}: without | speed over plain | captured gain | worst request |")
         print("| --- | ---: | ---: | ---: |")
-        for name in WITHOUT:
+        drafters = traces[0].drafters
+        for name in (*WITHOUT, *(d for d in drafters if drafters[d] == "retrieval")):
+            left = {d: kind for d, kind in drafters.items() if d != name}
             with without(name):
-                done, _ = replaying.replay(traces, "auto", where)
+                fewer = [replace(traced, drafters=left) for traced in traces]
+                done, _ = replaying.replay(fewer, "auto", where)
             spent = sum(one.seconds for one in done)
             worst = min(b.plain / one.seconds for b, one in zip(known, done, strict=True))
             gain = (plain - spent) / (plain - best)

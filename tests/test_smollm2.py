@@ -111,3 +111,17 @@ def test_the_reply_to_a_chat_is_text(model: Model) -> None:
     result = model.generate(PROMPTS["chat"], max_new_tokens=TOKENS)
     assert "Paris" in result.text
     assert "<|im_" not in result.text
+
+
+def test_recycling_keeps_the_text_and_gets_better_as_it_learns(
+    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+    plain: dict[tuple[str, str], tuple[int, ...]],
+) -> None:
+    accepted = []
+    with Model(*loaded, ["recycling"], policy="fixed:3:recycling") as model:
+        for _ in range(2):
+            result = model.generate(PROMPTS["copy"], max_new_tokens=TOKENS)
+            assert result.token_ids == plain["copy", "greedy"]
+            accepted.append(result.stats.accepted)
+    assert accepted[1] > accepted[0]
+    assert accepted[1] >= TOKENS // 3

@@ -7,6 +7,7 @@ import json
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import draftwise
@@ -17,8 +18,9 @@ from draftwise.core import DEEPEST, Ask, Request, SamplingParams
 from draftwise.drafters.lookup import Lookup
 from draftwise.drafters.model import ModelDrafter
 from draftwise.drafters.suffix import Suffix
+from draftwise.engines.base import Top
 from draftwise.engines.transformers import TransformersEngine
-from draftwise.trace import SIBLINGS
+from draftwise.trace import SIBLINGS, _Watched
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12] * 3
 # Ids that no count, code or position of a short trace can be.
@@ -228,3 +230,38 @@ def test_a_kept_cache_survives_the_shadow_of_another_request(tmp_path: Path):
 def test_trace_is_a_public_name():
     assert draftwise.Trace is Trace
     assert random_ids(3)
+
+
+class _Learner:
+    """A retrieval drafter that writes down what it is told, and when it is asked."""
+
+    name, serial, rows = "learner", False, 2
+
+    def __init__(self):
+        self.told = []
+
+    def learn(self, seq, tokens, best):
+        self.told += [("row", token, ids[0]) for token, ids in zip(tokens, best.ids, strict=True)]
+
+    def observe(self, seq, committed):
+        self.told += [("text", token) for token in committed]
+
+    def propose(self, asks, go):
+        self.told.append("asked")
+        return []
+
+
+def test_a_learner_is_asked_at_each_position_with_no_later_row():
+    """The row after a token of the text says what comes next: at the token it is not known yet."""
+    inner = _Learner()
+    watched = _Watched(inner, shadow=False)
+    assert watched.rows == 2
+    ids = np.array([[11, 0], [12, 0], [13, 0], [99, 0]])
+    watched.learn(0, [10, 11, 12, 50], Top(ids, ids.astype(float)))  # the last one was rejected
+    assert inner.told == []
+    watched.observe(0, [11, 12, 13])
+    assert inner.told == [
+        *[("row", 10, 11), ("text", 11), "asked"],
+        *[("row", 11, 12), ("text", 12), "asked"],
+        *[("row", 12, 13), ("row", 50, 99), ("text", 13), "asked"],
+    ]

@@ -35,7 +35,7 @@ from draftwise.core import (
 )
 from draftwise.decode import Parts, decode
 from draftwise.drafters import Drafter, Go
-from draftwise.engines.base import Caps, PrefillChunk, Shape, Verify
+from draftwise.engines.base import Caps, PrefillChunk, Shape, Top, Verify, top_of
 from draftwise.policy import Policy
 from draftwise.sampling import Sampler
 from draftwise.stopping import Stopper
@@ -66,6 +66,9 @@ class ToyRows:
 
     def argmax(self) -> list[int]:
         return [int(self._target.logits(path).argmax()) for path in self._paths]
+
+    def top(self, k: int) -> Top:
+        return top_of(np.stack([self._target.logits(path) for path in self._paths]), k)
 
     def row(self, i: int) -> FloatRow:
         assert 0 <= i < len(self._paths), f"row {i} of {len(self._paths)} is padding"

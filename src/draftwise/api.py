@@ -57,7 +57,7 @@ from .vocabulary import check_same_vocabulary
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DEFAULT_DRAFTERS = ("lookup", "suffix")
+DEFAULT_DRAFTERS = ("lookup", "suffix", "recycling")
 # Seconds that measuring the cost curve may take when none is stored: together under 5 at load.
 SWEEP_TARGET, SWEEP_DRAFT = 2.2, 0.8
 
@@ -449,8 +449,8 @@ def load(
     """Loads a target with its drafters; see Model.generate, stream and astream for what it can do.
 
     `target`: a Hugging Face id, a local folder, a `.gguf` file, or None for the embedded SmolLM2.
-    `drafters`: "lookup", "suffix" and names of draft models (at most one) with the target's
-    tokenizer; an empty sequence decodes plainly. `policy`: "auto", "plain" or "fixed:K".
+    `drafters`: "lookup", "suffix", "recycling" and names of draft models (at most one) with the
+    target's tokenizer; an empty sequence decodes plainly. `policy`: "auto", "plain" or "fixed:K".
     `acceptance`: "coupled" (a seed gives the same text as plain decoding), "rejection" or "block"
     (the same distribution, more accepted when sampling), "auto" (the one of these that gained most
     so far), or, with loss, "typical" or "topk". `quality_budget`: mean nats a token, 0 to 2, that
@@ -466,7 +466,7 @@ def load(
     `progress`: show what takes long on stderr. Measures the cost curve (about 4 s) unless it is
     stored from an earlier run. Raises UsageError for what the caller can mend.
 
-        with draftwise.load("Qwen/Qwen3-8B", ["lookup", "suffix", "Qwen/Qwen3-0.6B"]) as model:
+        with draftwise.load("Qwen/Qwen3-8B", ["lookup", "recycling", "Qwen/Qwen3-0.6B"]) as model:
             print(model.generate("Once upon a time", temperature=0.8, seed=7, stop=["\\n\\n"]))
     """
     from .models import load_model, weight_bytes

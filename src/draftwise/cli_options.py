@@ -34,7 +34,8 @@ _MEMORY = "Drafters may take this much, such as 500MB or 2GiB."
 _SLOWER = "By this share a run may be slower than plain."
 Target = Annotated[str | None, _option(_SOURCE, _TARGET, "MODEL", _MODEL)]
 DraftModel = Annotated[str | None, _option(_DRAFT, "none", "MODEL", _MODEL)]
-Drafters = Annotated[str, _option("Drafters, or 'none'.", "lookup,suffix", "NAMES", _MODEL)]
+_DRAFTERS = "lookup,suffix,recycling"
+Drafters = Annotated[str, _option("Drafters, or 'none'.", _DRAFTERS, "NAMES", _MODEL)]
 PolicyName = Annotated[str, _option("auto, plain or fixed:K.", "auto", "NAME", _MODEL)]
 _RULES = "coupled, rejection, block, auto; with loss: typical, topk."
 Acceptance = Annotated[str, _option(_RULES, "coupled", "RULE", _MODEL)]
@@ -126,7 +127,7 @@ Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown.")]
 class Loading:
     target: Target = None
     draft: DraftModel = None
-    drafters: Drafters = "lookup,suffix"
+    drafters: Drafters = _DRAFTERS
     policy: PolicyName = "auto"
     acceptance: Acceptance = "coupled"
     quality_budget: Budget = 0.0

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 from .accept import Choice
 from .core import Ask, Draft, SeqId, State, StepPlan, StepResult
+from .drafters import teach
 from .run import Parts, Run
 
 Drafts = dict[SeqId, list[Draft]]
@@ -44,7 +45,8 @@ def step(parts: Parts, runs: Sequence[Run], unpaid: float = 0.0) -> tuple[list[S
     plans = policy.select(list(zip(states, drafts, strict=True)))
 
     before_verify = clock()
-    found = parts.engine.forward([run.work(plan) for run, plan in zip(runs, plans, strict=True)])
+    work = [run.work(plan) for run, plan in zip(runs, plans, strict=True)]
+    found = parts.engine.forward(work)
     for run, rows in zip(runs, found, strict=True):
         if run.sampler.plain_argmax:
             rows.argmax()  # waits for the device, so that the forward's seconds are its own
@@ -57,7 +59,9 @@ def step(parts: Parts, runs: Sequence[Run], unpaid: float = 0.0) -> tuple[list[S
     for run, choices in zip(runs, chosen, strict=True):
         parts.engine.commit(run.seq, (0, *(c.node + 1 for c in choices if c.node >= 0)))
     after_commit = clock()
-    for run, choices in zip(runs, chosen, strict=True):
+    for run, verify, choices, rows in zip(runs, work, chosen, found, strict=True):
+        kept = (0, *(c.node + 1 for c in choices if c.node >= 0))
+        teach(parts.drafters.values(), run.seq, verify.tokens, kept, rows)
         for drafter in parts.drafters.values():
             drafter.observe(run.seq, tuple(c.token for c in choices))
     drafting = drafted - before_draft if asks else 0.0

@@ -29,6 +29,7 @@ from typing import Any
 
 from .core import DEEPEST, SIBLINGS, Ask, Draft, Features, Request, SeqId, StepResult, UsageError
 from .drafters import LONGEST, Drafter, Go, Rehearsal, never
+from .engines.base import Top
 from .policy import Costs
 from .policy.cost import CostCurve
 
@@ -175,6 +176,8 @@ class _Watched:
         self._request: Request | None = None
         self._text: list[int] = []
         self._seconds = 0.0
+        self.rows: int = getattr(inner, "rows", 0)
+        self._rows: list[tuple[int, Top]] = []  # of the step that is about to be observed
 
     def open(self, seq: SeqId, request: Request) -> None:
         self._request = request
@@ -192,8 +195,19 @@ class _Watched:
     def propose(self, asks: Sequence[Ask], go: Go) -> list[Draft]:
         return self._inner.propose(asks, go)
 
+    def learn(self, seq: SeqId, tokens: Sequence[int], best: Top) -> None:
+        rows = range(len(tokens))
+        self._rows = [(tokens[i], Top(best.ids[i : i + 1], best.scores[i : i + 1])) for i in rows]
+
+    def _learn(self, seq: SeqId, count: int) -> None:
+        for token, best in self._rows[:count]:
+            self._inner.learn(seq, [token], best)  # type: ignore[attr-defined]
+        del self._rows[:count]
+
     def observe(self, seq: SeqId, committed: Sequence[int]) -> None:
-        for token in committed:
+        for i, token in enumerate(committed, start=1):
+            # Row by row, as plain decoding would: a later row says what the text has yet to say.
+            self._learn(seq, 1 if i < len(committed) else len(self._rows))
             self._inner.observe(seq, [token])
             self._text.append(token)
             if not self.serial:

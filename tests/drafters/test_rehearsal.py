@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from draftwise.core import Ask, Features, Request, SamplingParams, chain
 from draftwise.drafters import AHEAD, REGISTRY, REHEARSED, Retrieval
 from draftwise.drafters.lookup import Lookup
+from draftwise.drafters.recycling import Recycling
 from draftwise.drafters.suffix import Suffix
 from draftwise.policy import Costs
 from draftwise.policy.cost import CostCurve
 from draftwise.policy.goodput import Auto
 
-RETRIEVAL = {"lookup": Lookup, "suffix": Suffix}
+RETRIEVAL = {"lookup": Lookup, "suffix": Suffix, "recycling": Recycling}
 texts = st.lists(st.integers(1, 4), min_size=1, max_size=120)
 
 

@@ -26,6 +26,7 @@ from transformers import (
 
 from conftest import CONTEXT, VOCABULARY, WINDOW, plain_ids, random_ids, shared_model, tiny_model
 from draftwise import Model, UsageError
+from draftwise.engines import rows as rows_module
 from draftwise.engines import transformers as engine_module
 from draftwise.engines.base import PrefillChunk, Rows, Shape, Verify, sweep
 from draftwise.engines.transformers import TransformersEngine
@@ -437,8 +438,8 @@ def test_encoder_decoder_models_are_refused() -> None:
 
 def test_rows_past_the_vocabulary_are_not_seen() -> None:
     """The head may be padded beyond the vocabulary that the config names."""
-    logits = engine_module._Logits(torch.tensor([[[0.0, 2.0, 1.0, 9.0]]]), 3)
-    rows = engine_module.TensorRows(logits, 0, 1)
+    logits = rows_module.Logits(torch.tensor([[[0.0, 2.0, 1.0, 9.0]]]), 3)
+    rows = rows_module.TensorRows(logits, 0, 1)
     assert list(rows.argmax()) == [1]
     assert rows.row(0).tolist() == [0.0, 2.0, 1.0]
 
@@ -447,14 +448,14 @@ def test_no_more_rows_are_copied_to_the_host_than_are_committed(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied = 0
-    row = engine_module.TensorRows.row
+    row = rows_module.TensorRows.row
 
-    def counted(self: engine_module.TensorRows, i: int) -> Any:
+    def counted(self: rows_module.TensorRows, i: int) -> Any:
         nonlocal copied
         copied += 1
         return row(self, i)
 
-    monkeypatch.setattr(engine_module.TensorRows, "row", counted)
+    monkeypatch.setattr(rows_module.TensorRows, "row", counted)
     model = Model(llama, None, policy="fixed:6")
     greedy = model.generate([5, 6, 7, 8] * 6, max_new_tokens=40)
     assert copied == 0 and greedy.stats.verified > 0

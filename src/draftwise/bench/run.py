@@ -83,7 +83,7 @@ class BenchOptions:
     kernels: str = "auto"
     threads: int | None = None
     fresh: bool = False
-    drafters: tuple[str, ...] = ("lookup", "suffix")
+    drafters: tuple[str, ...] = ("lookup", "suffix", "recycling")
     trace: Trace | None = None
     batch: tuple[int, ...] = ()
 

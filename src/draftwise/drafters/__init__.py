@@ -8,6 +8,12 @@ optional. A drafter marked `serial` pays for every token it drafts and calls `go
 before each further one, where `features` are those of the last one drafted. Retrieval drafters
 draft in microseconds, are asked at every step and ignore `go`.
 
+A drafter that learns from what the target thought has `rows`, the number of best tokens that it
+wants to know of every verified row, and `learn(seq, tokens, best)`, called before `observe`: the
+verified tokens and, for each, the target's best next ones. Those that the committed text came from
+are the first, in its order, then the rejected ones. Where no drafter has `rows`, nothing is
+computed.
+
 Drafts may be as wrong as they like: acceptance keeps the text right. Adding a class here enrols it
 in the conformance tests (tests/drafters/test_conformance.py).
 """
@@ -15,11 +21,12 @@ in the conformance tests (tests/drafters/test_conformance.py).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from ..core import Ask, Draft, Features, Request, SeqId
+from ..engines.base import Rows, Top
 
 Go = Callable[[SeqId, Features], bool]
 
@@ -44,6 +51,32 @@ class Drafter(Protocol):
 
     def memory(self) -> int:
         """Bytes that it takes: weights, caches and indexes."""
+
+
+class Learner(Protocol):
+    """A drafter that has `rows`."""
+
+    rows: int
+
+    def learn(self, seq: SeqId, tokens: Sequence[int], best: Top) -> None: ...
+
+
+def teach(
+    drafters: Iterable[Drafter],
+    seq: SeqId,
+    tokens: Sequence[int],
+    kept: Sequence[int],
+    rows: Rows,
+) -> None:
+    """Tells learners of the verified tokens; `kept`: the rows that the committed text came from."""
+    learners = [cast(Learner, drafter) for drafter in drafters if getattr(drafter, "rows", 0)]
+    if not learners:
+        return
+    order = [*kept, *sorted(set(range(len(tokens))).difference(kept))]
+    best = rows.top(max(learner.rows for learner in learners))
+    best = Top(best.ids[order], best.scores[order])
+    for learner in learners:
+        learner.learn(seq, [tokens[i] for i in order], best)
 
 
 LONGEST = 32  # match lengths beyond this tell nothing more
@@ -95,9 +128,10 @@ class Retrieval(ABC):
 def _registry() -> dict[str, Callable[..., Any]]:
     from .lookup import Lookup
     from .model import ModelDrafter
+    from .recycling import Recycling
     from .suffix import Suffix
 
-    return {"lookup": Lookup, "suffix": Suffix, "model": ModelDrafter}
+    return {"lookup": Lookup, "suffix": Suffix, "recycling": Recycling, "model": ModelDrafter}
 
 
 REGISTRY: dict[str, Callable[..., Any]] = _registry()
