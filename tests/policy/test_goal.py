@@ -65,7 +65,7 @@ def test_a_larger_slowdown_buys_more_tries(monkeypatch):
     assert fast >= 0.98 > slow >= 1 / 1.5
 
 
-def together(monkeypatch, objective, rights, regime, rounds=400):
+def together(monkeypatch, objective, rights, regime, rounds=400, dice=0):
     """Tokens per second of requests that take turns, all of them still running at the end, and
     their prices then."""
     clock, price = Clock(), curve(regime)
@@ -75,7 +75,7 @@ def together(monkeypatch, objective, rights, regime, rounds=400):
     policy = make("auto", Costs(target, {}, ("g",)), Goal(objective))
     runs = []
     for seq, right in enumerate(rights):
-        drafters = {"g": Guesser("g", text, right, seq)}
+        drafters = {"g": Guesser("g", text, right, seq + 10 * dice)}
         parts = loop.Parts(engine, drafters, policy, Turn(), clock.perf_counter)
         request = Request(seq, tuple(text[:4]), SamplingParams(), 0, limit=len(text))
         runs.append(loop.decode(parts, request, Stopper(None, text[:4], len(text))))
@@ -93,9 +93,13 @@ def together(monkeypatch, objective, rights, regime, rounds=400):
 @pytest.mark.parametrize("regime", ["flat", "steep"])
 @pytest.mark.parametrize("rights", [(0.95, 0.3), (0.9, 0.5), (0.8, 0.6)])
 def test_throughput_is_no_lower_when_it_is_the_objective(monkeypatch, regime, rights):
-    latency, _ = together(monkeypatch, "latency", rights, regime)
-    throughput, _ = together(monkeypatch, "throughput", rights, regime)
-    assert throughput > latency
+    """In the mean of some draws: in one of them, luck in the drafts is worth a percent or two."""
+    ratios = []
+    for dice in range(4):
+        latency, _ = together(monkeypatch, "latency", rights, regime, 250, dice)
+        throughput, _ = together(monkeypatch, "throughput", rights, regime, 250, dice)
+        ratios.append(throughput / latency)
+    assert sum(ratios) / len(ratios) > 1.0
 
 
 def test_there_is_one_price_for_throughput_and_one_for_each_request_otherwise(monkeypatch):

@@ -22,6 +22,7 @@ import torch
 
 GAIN = 1.03
 LEAST = 2  # rows of a compiled forward
+WIDTHS = (LEAST, 8)  # that are timed
 Forward = Callable[..., Any]
 
 
@@ -54,17 +55,18 @@ class Compiled:
         return self._compiled is not None
 
 
-def gain(
-    compiled: Callable[[int], Any], plain: Callable[[int], Any], widths: tuple[int, ...] = (2, 8)
-) -> float:
-    """How many times as fast `compiled` is as `plain`, each called with a width, taken in turns."""
-    least = {(f, w): float("inf") for f in (compiled, plain) for w in widths}
+def gain(made: Compiled, compiled: Callable[[int], Any], plain: Callable[[int], Any]) -> float:
+    """How many times as fast `compiled` is as `plain`, each called with a width, in turns; 0 if
+    `made`, which it runs, fails."""
+    least = {(f, w): float("inf") for f in (compiled, plain) for w in WIDTHS}
     for turn in range(4):
         for forward, width in least:
             start = time.perf_counter()
             forward(width)
-            if turn:
+            if not made.runs:
+                return 0.0
+            if turn:  # the first compiles
                 seconds = time.perf_counter() - start
                 least[forward, width] = min(seconds, least[forward, width])
-    sums = [sum(least[f, w] for w in widths) for f in (plain, compiled)]
-    return sums[0] / sums[1]
+    theirs, ours = (sum(least[f, w] for w in WIDTHS) for f in (plain, compiled))
+    return theirs / ours

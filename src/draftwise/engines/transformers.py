@@ -174,28 +174,25 @@ class TransformersEngine:
         if self.caps.batch != "padded":
             self.kernels.without("compiled", "this model's cache has no fixed place")
             return
-        seq, wide = -1, (1, 2)
         with self._weights() as model:
             compiled = Compiled(model.forward)
-        self.blank(seq, 64)
+        self.blank(-1, 64)
 
         def run(width: int, with_compiled: bool) -> None:
             self._compiled = compiled if with_compiled else None
-            self.forward([Verify(seq, (0,) * width)])[0].argmax()
-            self.commit(seq, ())
+            self.forward([Verify(-1, (0,) * width)])[0].argmax()
+            self.commit(-1, ())
 
         try:
-            for width in wide:
-                run(width, True)
-            gained = gain(lambda w: run(w, True), lambda w: run(w, False)) if compiled.runs else 0.0
+            gained = gain(compiled, lambda w: run(w, True), lambda w: run(w, False))
         finally:
-            self.close(seq)
+            self.close(-1)
         self._compiled = compiled if gained >= COMPILED_GAIN else None
-        if self._compiled is None:
+        if self._compiled is not None:
+            self.kernels.used += ("compiled",)
+        else:
             reason = compiled.failure or f"it gains nothing here ({gained:.2f}x)"
             self.kernels.without("compiled", reason)
-        else:
-            self.kernels.used += ("compiled",)
 
     def _apart(self, vocabulary: int) -> bool:
         with self._weights() as model:
