@@ -162,32 +162,30 @@ def generate(
     else:
         wrapped = Model(model, tokenizer, drafters, policy=policy, borrowed=True)
     ids = [
-        numbered(i, wrapped.encode, each, tokenizer) if several else wrapped.encode(each, tokenizer)
+        numbered(i if several else None, wrapped.encode, each, tokenizer)
         for i, each in enumerate(prompts)
     ]
-    more = {
-        "processors": logits_processor,
-        "criteria": stopping_criteria,
-        "eos": eos_ids(model),
-        "tokenizer": tokenizer,
-    }
-    if several:
-        wishes = [Wish(own, acceptance, quality_budget, **more) for own in params]
-        batch = wrapped.start_batch(ids, wishes, policy=policy)
-        for _ in batch:
-            pass
-        return batch.results
-    chosen = {"policy": policy, "acceptance": acceptance, "quality_budget": quality_budget}
-    call = wrapped.start(ids[0], params[0], **chosen, **more)
+    wishes = [
+        Wish(
+            own,
+            acceptance,
+            quality_budget,
+            processors=logits_processor,
+            criteria=stopping_criteria,
+            eos=eos_ids(model),
+            tokenizer=tokenizer,
+        )
+        for own in params
+    ]
     if streamer is not None:
         streamer.put(torch.tensor(ids))
-    with call:
-        while (step := call.step()) is not None:
-            for token in step.committed if streamer is not None else ():
+    with wrapped.start_batch(ids, wishes, policy=policy) as batch:
+        while results := batch.step():
+            for token in results[0].committed if streamer is not None else ():
                 streamer.put(torch.tensor([token]))
     if streamer is not None:
         streamer.end()
-    return call.result
+    return batch.results if several else batch.results[0]
 
 
 def custom_generate(

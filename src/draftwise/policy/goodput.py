@@ -130,25 +130,30 @@ class Auto:
         rho = sum(self.price(state.seq, context, size) for state in batch)
         whole = self.costs.target.row(DEEPEST + 1, context, size)
         row = [seconds / size for seconds in whole]
-        asks: list[Ask] = []
-        risk = 0.0
+        bars: dict[SeqId, float] = {}
+        offers: list[tuple[State, Offer]] = []
         for state in batch:
             speed = self._speeds[state.seq]
-            speed.rho, speed.row, speed.tree = rho, row, None
-            offer = self._offer(state)
-            if offer is not None and self.guard.allows(risk + offer.risk, whole[1]):
+            speed.rho, speed.row = rho, row
+            self.asking.none(state.seq)
+            if not self.costs.serial or state.wanted < 2:
+                continue
+            bars[state.seq], _ = self._best(state, state.free)
+            offer = self.asking.best(state, rho, bars[state.seq], row, size)
+            if offer is not None:
+                offers.append((state, offer))
+        if 0 < len(offers) < size:
+            # Fewer share the drafter's forwards than was thought, which makes them dearer.
+            priced = [(s, self.asking.again(s, o, rho, row, len(offers))) for s, o in offers]
+            offers = [(s, o) for s, o in priced if o.probe or o.gain > bars[s.seq]]
+        asks: list[Ask] = []
+        risk = 0.0
+        for _, offer in offers:
+            if self.guard.allows(risk + offer.risk, whole[1]):
                 risk += offer.risk
-                self.asking.begin(offer.ask, state.context)
+                self.asking.begin(offer)
                 asks.append(offer.ask)
         return asks
-
-    def _offer(self, state: State) -> Offer | None:
-        speed = self._speeds[state.seq]
-        self.asking.none(state.seq)
-        if not self.costs.serial or state.wanted < 2:
-            return None
-        bar, _ = self._best(state, state.free)
-        return self.asking.best(state, speed.rho, bar, speed.row)
 
     def go(self, seq: SeqId, features: Features) -> bool:
         speed = self._speeds[seq]
