@@ -256,7 +256,7 @@ class Model:
         prompt (of `stop`, a list of lists). At most `batch_size` prompts run at once; others join
         as those end. `cancel` ends all.
         """
-        each: list[Any] = list(prompts)
+        each: Sequence[Any] = prompts
         ids = [numbered(i, self.encode, prompt) for i, prompt in enumerate(each)]
         wishes = [
             Wish(params, acceptance, quality_budget) for params in each_params(sampling, len(ids))
@@ -341,8 +341,9 @@ class Model:
     ) -> Batch:
         """What `stream_batch` does once the prompts are token ids, as `start` is to `stream`."""
         check_size(batch_size)
+        several = len(prompts) > 1
         requests = [
-            numbered(i, self._intake.request, ids, wish, self._serial)
+            numbered(i if several else None, self._intake.request, ids, wish, self._serial)
             for i, (ids, wish) in enumerate(zip(prompts, wishes, strict=True))
         ]
         texts = [self._text(*each) for each in requests]

@@ -83,9 +83,11 @@ def each_params(options: Mapping[str, Any], count: int) -> list[SamplingParams]:
     return [replace(own, seed=int(seed) + i) for i, own in enumerate(params)]
 
 
-def numbered(i: int, make: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-    """make(...), whose refusal tells which prompt it is about."""
+def numbered(i: int | None, make: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+    """make(...), whose refusal tells which prompt it is about (None: the only one)."""
     try:
         return make(*args, **named)
     except UsageError as error:
+        if i is None:
+            raise
         raise UsageError(f"prompt {i}: {error}") from error

@@ -37,7 +37,7 @@ from typing_extensions import Unpack
 
 from .api import DEFAULT_DRAFTERS, Model
 from .batches import BatchSampling, Prompts, each_params, is_batch, numbered
-from .call import Batch, Call
+from .call import Batch
 from .core import SamplingParams, UsageError
 from .intake import Wish, eos_ids
 from .options import Sampling, sampling_params
@@ -148,36 +148,34 @@ def generate(
     else:
         wrapped = Model(model, tokenizer, drafters, policy=policy, borrowed=True)
     ids = [
-        numbered(i, wrapped.encode, each, tokenizer) if several else wrapped.encode(each, tokenizer)
+        numbered(i if several else None, wrapped.encode, each, tokenizer)
         for i, each in enumerate(prompts)
     ]
-    more: Any = {
-        "processors": logits_processor,
-        "criteria": stopping_criteria,
-        "eos": eos_ids(model),
-        "tokenizer": tokenizer,
-    }
-    if several:
-        wishes = [Wish(own, acceptance, quality_budget, **more) for own in params]
-        batch = wrapped.start_batch(ids, wishes, policy=policy)
-        for _ in batch:
-            pass
-        return batch.results
-    chosen: Any = {"policy": policy, "acceptance": acceptance, "quality_budget": quality_budget}
-    call = wrapped.start(ids[0], params[0], **chosen, **more)
+    wishes = [
+        Wish(
+            own,
+            acceptance,
+            quality_budget,
+            processors=logits_processor,
+            criteria=stopping_criteria,
+            eos=eos_ids(model),
+            tokenizer=tokenizer,
+        )
+        for own in params
+    ]
     if streamer is not None:
         streamer.put(torch.tensor(ids))
-    _run(call, streamer)
-    return call.result
+    batch = wrapped.start_batch(ids, wishes, policy=policy)
+    _run(batch, streamer)
+    return batch.results if several else batch.results[0]
 
 
-def _run(call: Call | Batch, streamer: Any) -> None:
-    """Runs a request, or several, to the end; a transformers streamer gets one's tokens."""
-    with call:
-        while step := call.step():
-            for result in step if isinstance(step, list) else [step]:
-                for token in result.committed if streamer is not None else ():
-                    streamer.put(torch.tensor([token]))
+def _run(batch: Batch, streamer: Any) -> None:
+    """Runs requests to their end; a transformers streamer gets the tokens of one."""
+    with batch:
+        while results := batch.step():
+            for token in results[0].committed if streamer is not None else ():
+                streamer.put(torch.tensor([token]))
     if streamer is not None:
         streamer.end()
 

@@ -23,6 +23,7 @@ from draftwise import Model, SamplingParams, UsageError
 from draftwise.accept import RULES
 from draftwise.core import Ask, Dense, Draft, Point, Request
 from draftwise.drafters.model import PROMPT, ModelDrafter
+from draftwise.engines.base import Verify
 from draftwise.engines.transformers import TransformersEngine
 from toy import Guess, ToyDrafter
 
@@ -464,3 +465,28 @@ def test_whatever_guesses_the_draft_is_the_same(llama: PreTrainedModel, kind: st
     drafter.open(0, request(text))
     assert drafted(drafter, 6).tokens == right
     assert max(drafted(drafter, 6).forwards) <= len(text) + 6
+
+
+def test_several_sequences_are_drafted_for_in_the_same_forwards(llama: PreTrainedModel) -> None:
+    """Level by level; each ends by itself, and each draft is the one it is alone."""
+    work: list[list[int]] = []
+
+    class Counted(TransformersEngine):
+        def forward(self, some: Any) -> Any:
+            work.append([w.seq for w in some if isinstance(w, Verify)])
+            return super().forward(some)
+
+    drafter = ModelDrafter(Counted(llama), VOCABULARY)
+    params = SamplingParams(max_new_tokens=40, temperature=0.8, seed=3)
+    prompts = {1: (5, 6, 7), 2: tuple(random_ids(90, 1)), 3: (9,)}
+    for seq, prompt in prompts.items():
+        drafter.open(seq, Request(seq, prompt, params, 3))
+        drafter.observe(seq, [4])
+    asks = [Ask(1, "model", 5), Ask(2, "model", 2), Ask(3, "model", 4)]
+    together = drafter.propose(asks, lambda seq, features: True)
+    assert [some for some in work if some] == [[1, 2, 3], [1, 2, 3], [1, 3], [1, 3], [1]]
+    assert [draft.seq for draft in together] == [1, 2, 3]
+    alone = [drafter.propose([ask], lambda seq, features: True)[0] for ask in asks]
+    assert [draft.tokens for draft in alone] == [draft.tokens for draft in together]
+    for seq in prompts:
+        drafter.close(seq)

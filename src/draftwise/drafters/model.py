@@ -12,7 +12,8 @@ entry and its entropy, which do not depend on the token drawn, so that stopping 
 distribution.
 
 Retrieval drafters guess its next tokens, and a forward runs some of them along: the same draft in
-fewer forwards (guessing.py).
+fewer forwards (guessing.py). Several sequences are drafted for side by side, level by level in the
+same forwards; each ends by itself.
 
 Vocabularies padded to different sizes are cut to the smaller one, and large ones to their common
 ids, where the request's own text is in those. Cost: one forward of the draft
@@ -21,7 +22,7 @@ model per token and one catch-up. Lossless because acceptance judges every token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,7 @@ PROMPT = 64  # more missing tokens than this are prefilled apart, so that window
 
 
 APART = -3  # the sequence of `foretell`
+Drafting = Generator[Verify, Rows | None, Draft | None]
 
 
 class _Lagging:
@@ -135,9 +137,22 @@ class ModelDrafter:
         return self.engine.memory()
 
     def propose(self, asks: Sequence[Ask], go: Go) -> list[Draft]:
-        return [draft for ask in asks if (draft := self._draft(ask, go)) is not None]
+        drafts: dict[int, Draft | None] = {}
+        going = {i: self._draft(ask, go) for i, ask in enumerate(asks)}
+        rows: dict[int, Rows | None] = dict.fromkeys(going)
+        while rows:
+            work: dict[int, Verify] = {}
+            for i, own in rows.items():
+                try:
+                    work[i] = going[i].send(own)
+                except StopIteration as end:
+                    drafts[i] = end.value
+            found = self.engine.forward(list(work.values())) if work else []
+            rows = dict(zip(work, found, strict=True))
+        return [draft for i in range(len(asks)) if (draft := drafts[i]) is not None]
 
-    def _draft(self, ask: Ask, go: Go) -> Draft | None:
+    def _draft(self, ask: Ask, go: Go) -> Drafting:
+        """Yields what it needs run, and returns the draft."""
         lagging = self._sequences[ask.seq]
         depth = min(ask.depth, self.room(ask.seq))
         if depth < 1:
@@ -145,28 +160,27 @@ class ModelDrafter:
         generated = lagging.text[len(lagging.request.prompt) :]
         draft = Growing(ask)
         lagging.widths = []
-        ahead = self._look_ahead(ask.seq, lagging, self._catch_up(ask.seq, lagging), draft, depth)
+        tokens = self._catch_up(ask.seq, lagging)
         while True:
-            known = [*generated, *draft.main]
-            choices = self._choose(lagging, ahead.row, known, len(generated), ask.siblings)
-            token, feature, _ = choices[0]
-            draft.grow(choices)
-            guessed = ahead.step(token)  # then the row after it is there already
-            if len(draft.main) >= depth or token in lagging.request.eos:
-                break
-            further = go(ask.seq, feature)
-            if guessed:
-                continue
+            ahead = yield from self._look_ahead(ask.seq, lagging, tokens, draft, depth)
+            while True:
+                known = [*generated, *draft.main]
+                choices = self._choose(lagging, ahead.row, known, len(generated), ask.siblings)
+                token, feature, _ = choices[0]
+                draft.grow(choices)
+                guessed = ahead.step(token)  # then the row after it is there already
+                ended = len(draft.main) >= depth or token in lagging.request.eos
+                further = not ended and go(ask.seq, feature)
+                if ended or not guessed:
+                    break
             self._settle(ask.seq, lagging, ahead)
             if not further:
                 return draft.done(self.name, lagging.widths)
-            ahead = self._look_ahead(ask.seq, lagging, [token], draft, depth)
-        self._settle(ask.seq, lagging, ahead)
-        return draft.done(self.name, lagging.widths)
+            tokens = [token]
 
     def _look_ahead(
         self, seq: SeqId, lagging: _Lagging, tokens: list[int], draft: Growing, depth: int
-    ) -> _Ahead:
+    ) -> Generator[Verify, Rows | None, _Ahead]:
         """Runs tokens, and guesses of what follows them."""
         guesses: tuple[int, ...] = ()
         features: tuple[Features, ...] = ()
@@ -175,7 +189,11 @@ class ModelDrafter:
             if found is not None:
                 count = self._guessing.count(found.features, len(lagging.text), len(tokens))
                 guesses, features = found.tokens[:count], found.features[:count]
-        rows = self._run(seq, lagging, [*tokens, *guesses])
+        run = [*tokens, *guesses]
+        rows = yield Verify(seq, self._known(run), ids=lagging.ids)
+        assert rows is not None
+        lagging.cached.extend(run)
+        lagging.widths.append(len(run))
         return _Ahead(rows, len(tokens) - 1, self._vocabulary, guesses, features)
 
     def _settle(self, seq: SeqId, lagging: _Lagging, ahead: _Ahead) -> None:
@@ -239,12 +257,6 @@ class ModelDrafter:
             lagging.cached, lagging.base = lagging.text[:-1], len(lagging.text) - 1
             missing = missing[-1:]
         return missing
-
-    def _run(self, seq: SeqId, lagging: _Lagging, tokens: Sequence[int]) -> Rows:
-        rows = self.engine.forward([Verify(seq, self._known(tokens), ids=lagging.ids)])[0]
-        lagging.cached.extend(tokens)
-        lagging.widths.append(len(tokens))
-        return rows
 
     def _known(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Ids that only the target's larger padding has are fed as 0: the draft is poor there, and

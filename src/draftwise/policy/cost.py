@@ -168,13 +168,7 @@ class CostCurve:
         if shape.batch > 1:
             self.of(shape.batch).learn(Shape(shape.width, shape.context), seconds, least, probe)
             return
-        before, rate = self.drift, DRIFT_RATE
-        if self._guess < TAUGHT:
-            self._guess += 1
-            rate = max(1.0 / self._guess, DRIFT_RATE)  # the mean of what the first steps say
-        self.scale(seconds, self.seconds(shape.width, shape.context), rate)
-        for curve in self._batches.values():
-            curve.drift *= self.drift / before
+        self.scale(seconds, self.seconds(shape.width, shape.context))
         own = math.log(seconds / self.seconds(shape.width, shape.context))
         if least and not probe:
             # A busy machine makes every width slow: what steps of other widths said just now is
@@ -192,11 +186,17 @@ class CostCurve:
             own = 0.0
         self._move(shape.width, min(max(own, -1.0), 1.0), least)
 
-    def scale(self, seconds: float, expected: float, rate: float = DRIFT_RATE) -> None:
+    def scale(self, seconds: float, expected: float) -> None:
         """Corrects the level alone, by work that may have been several forwards."""
-        if seconds > 0 and expected > 0:
-            ratio = min(max(seconds / expected, 1 / LARGEST), LARGEST)
-            self.drift *= ratio**rate
+        if seconds <= 0 or expected <= 0:
+            return
+        rate = DRIFT_RATE
+        if self._guess < TAUGHT:
+            self._guess += 1
+            rate = max(1.0 / self._guess, DRIFT_RATE)  # the mean of what the first steps say
+        change = min(max(seconds / expected, 1 / LARGEST), LARGEST) ** rate
+        for curve in (self, *self._batches.values()):
+            curve.drift *= change
 
     def _move(self, width: int, own: float, least: float) -> None:
         at = int(np.searchsorted(self._widths, width))

@@ -32,13 +32,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..core import DEEPEST, Ask, Draft, Features, SeqId, State, StepPlan, StepResult, UsageError
 from ..engines.base import Shape
 from . import GOAL, Costs, Goal
 from .acceptance import Acceptance
-from .asking import Asking, Offer
+from .asking import Asking, Offer, Prices
 from .guard import Guard
 from .pool import Cost, share
 from .reliability import Reliability
@@ -138,26 +138,32 @@ class Auto:
         unfed = batch[0].unfed if refeed else 0
         whole = self.costs.target.row(DEEPEST + 2 + unfed, context, size, not refeed)
         row = [seconds / size for seconds in whole[unfed:]]
-        asks: list[Ask] = []
-        risk = 0.0
+        prices = Prices(rho, row, whole[1] / size, size)
+        bars: dict[SeqId, float] = {}
+        offers: list[tuple[State, Offer]] = []
         for state in batch:
             speed = self._speeds[state.seq]
-            speed.rho, speed.row, speed.tree = rho, row, None
-            speed.plain = whole[1] / size
-            offer = self._offer(state)
-            if offer is not None and self.guard.allows(risk + offer.risk, whole[1]):
+            speed.rho, speed.row, speed.plain = rho, row, prices.plain
+            self.asking.none(state.seq)
+            if not self.costs.serial or state.wanted < 2:
+                continue
+            bars[state.seq], _ = self._best(state, state.free)
+            offer = self.asking.best(state, prices, bars[state.seq])
+            if offer is not None:
+                offers.append((state, offer))
+        if 0 < len(offers) < size:
+            # Fewer share the drafter's forwards than was thought, which makes them dearer.
+            prices = replace(prices, shared=len(offers))
+            priced = [(s, self.asking.again(s, o, prices)) for s, o in offers]
+            offers = [(s, o) for s, o in priced if o.probe or o.gain > bars[s.seq]]
+        asks: list[Ask] = []
+        risk = 0.0
+        for _, offer in offers:
+            if self.guard.allows(risk + offer.risk, whole[1]):
                 risk += offer.risk
-                self.asking.begin(offer.ask, state.context)
+                self.asking.begin(offer)
                 asks.append(offer.ask)
         return asks
-
-    def _offer(self, state: State) -> Offer | None:
-        speed = self._speeds[state.seq]
-        self.asking.none(state.seq)
-        if not self.costs.serial or state.wanted < 2:
-            return None
-        bar, _ = self._best(state, state.free)
-        return self.asking.best(state, speed.rho, bar, speed.row, speed.plain)
 
     def go(self, seq: SeqId, features: Features) -> bool:
         speed = self._speeds[seq]
