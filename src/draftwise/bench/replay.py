@@ -22,7 +22,7 @@ from ..decode import Parts, decode
 from ..drafters import AHEAD, Drafter, Go, Rehearsal, Retrieval
 from ..drafters.growing import Choice, Growing
 from ..drafters.guessing import MOST, Guessing
-from ..engines.base import Caps, PrefillChunk, Rows, Shape, Verify
+from ..engines.base import Caps, PrefillChunk, Rows, Shape, Top, Verify
 from ..policy import Costs, Policy, make
 from ..policy.cost import CostCurve
 from ..stopping import Stopper
@@ -51,6 +51,9 @@ class _Rows:
         return self._tokens
 
     def row(self, i: int) -> FloatRow:
+        raise NotImplementedError("a replayed target has no logits")
+
+    def top(self, k: int) -> Top:
         raise NotImplementedError("a replayed target has no logits")
 
 
