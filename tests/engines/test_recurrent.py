@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from tests.engines.test_transformers import prefill, reference, verify, wrong
 from transformers import PreTrainedModel
 
 from conftest import CONTEXT, RECURRENT, VOCABULARY, plain_ids, random_ids, shared_model, tiny_model
 from draftwise import Model, UsageError
-from draftwise.engines import recurrent
+from draftwise.engines import recurrent, trees
 from draftwise.engines.base import UNFED, PrefillChunk, Shape, Verify, sweep
 from draftwise.engines.transformers import TransformersEngine
 
@@ -256,6 +257,22 @@ def test_a_state_that_several_rows_do_not_read_is_found_out(dtype: torch.dtype, 
 def test_a_state_that_cannot_be_put_back_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent, "restore", lambda cache, states, rows: cache.crop(-rows))
     assert TransformersEngine(shared_model("mamba2")).caps.rollback == "none"
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "lfm2", "bloom"])
+def test_a_cache_that_does_not_crop_what_it_says_is_found_out(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shared_model(family)
+    assert TransformersEngine(model).caps.rollback == "free"
+    monkeypatch.setattr(transformers.DynamicCache, "crop", lambda cache, rows: None)
+    assert TransformersEngine(model).caps.rollback == "none"
+
+
+def test_rounding_alone_takes_no_rollback_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "close", lambda *a: False)
+    for family, rollback in (("llama", "free"), ("mistral", "free"), ("mamba2", "none")):
+        assert TransformersEngine(shared_model(family)).caps.rollback == rollback
 
 
 def test_a_state_inside_the_model_itself_is_refused() -> None:

@@ -13,7 +13,7 @@ from draftwise.core import Features, State, StepPlan, StepResult, chain
 from draftwise.engines.base import UNFED, Caps, PrefillChunk, Shape, Verify
 from draftwise.policy import Costs
 from draftwise.policy.acceptance import Acceptance
-from draftwise.policy.asking import Asking
+from draftwise.policy.asking import Asking, Prices
 from draftwise.policy.cost import CostCurve
 from draftwise.policy.goodput import Auto, _argmax
 
@@ -188,7 +188,7 @@ def test_asking_is_priced_with_what_a_rejection_has_fed_again():
         for _ in range(20):
             asking.yields.learn(0, "m", 2, 4, 4)
         row = costs().target.row(80, 4)
-        offers.append(asking.best(state, 1.0, -9.0, row, row[1]))
+        offers.append(asking.best(state, Prices(1.0, row, row[1]), -9.0))
     free, fed = offers
     # Half of what is drafted is accepted: two tokens, so that three rows come again.
     assert fed.risk - free.risk == pytest.approx(0.3, abs=0.01)

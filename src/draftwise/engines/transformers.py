@@ -153,8 +153,9 @@ class TransformersEngine:
                 probe = recurrent.Probe(model, self._new_cache, name, logits, given)
                 if probe.honoured():
                     return "free" if croppable else "refeed", False
-            if croppable and len(tokens) < len(trees.probe(vocabulary)):
-                return "free", False  # a context too short to try it out is no sign of a fault
+            short = len(tokens) < len(trees.probe(vocabulary))  # and nothing can be tried out
+            if croppable and (short or probe.honoured(roughly=True)):
+                return "free", False
             if not probe.apart():
                 raise UsageError("this model keeps its state outside of a cache: not supported")
             self._one_by_one = not probe.warm()

@@ -85,7 +85,6 @@ class Asking:
         self._drafting.pop(seq, None)
         self._forgone = {k: v for k, v in self._forgone.items() if k[0] != seq}
 
-    def best(
     def best(self, state: State, prices: Prices, bar: float) -> Offer | None:
         """The best offer that beats `bar`, the gain without asking, or a probe that is due."""
         offers = [self._offer(state, name, prices, bar) for name in self.costs.serial]
