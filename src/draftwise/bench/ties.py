@@ -181,7 +181,7 @@ def broken(engine: Engine, model: PreTrainedModel, how: str) -> Iterator[None]:
 
     def spoil(module: Any, args: Any, options: dict[str, Any]) -> Any:
         nonlocal once
-        cache = options.get("cache", options.get("past_key_values"))
+        cache: Any = options.get("cache", options.get("past_key_values"))
         if how == "shift" and rejected:
             ids, held = options["input_ids"], cache.get_seq_length()
             at = options.get("position_ids")

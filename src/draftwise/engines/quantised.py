@@ -83,5 +83,5 @@ def rows_apart(
 
 def plain_weight(module: Any) -> bool:
     """Whether a layer's weight is an ordinary matrix, of which rows can be taken."""
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
     return type(weight) in PLAIN and weight.is_floating_point() and weight.itemsize > 1
