@@ -107,7 +107,7 @@ def written(path: Path, header: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def judged(record: dict[str, Any]) -> Judged:
     gaps = tuple((int(i), float(gap)) for i, gap in record["gaps"])
-    rest = {name: record[name] for name in ("tokens", "noise", "changed", "compared")}
+    rest = {name: record[name] for name in ("tokens", "noise", "changed", "lost", "compared")}
     return Judged(gaps=gaps, **rest)
 
 
@@ -120,11 +120,12 @@ def report(tasks: list[Task], records: dict[str, dict[str, Any]]) -> bool:
         passed &= v.passed
         own = [t for t in tasks if (t.how, t.broken) == (how, "")]
         accepted = sum(records[task.key]["accepted"] for task in own)
+        result = "passed" if v.passed else "FAILED"
         print(
             f"{how}: {v.texts - v.differing} of {v.texts} are plain decoding's; of {v.tokens} "
             f"tokens ({accepted} drafted) {v.ties} are ties (rounding makes at most {v.most:.0f}), "
-            f"{v.errors} are not; worst gap {v.worst:.3f}, allowance "
-            f"{v.allowance:.3f}: {'passed' if v.passed else 'FAILED'}"
+            f"{v.errors} are not; worst gap {v.worst:.3f}, allowance {v.allowance:.3f}; "
+            f"{v.nats:.2f} nats in all, at most {v.most_nats:.2f}: {result}"
         )
     for name in BREAKS:
         texts = [judged(records[t.key]) for t in tasks if t.broken == name]
@@ -134,9 +135,12 @@ def report(tasks: list[Task], records: dict[str, dict[str, Any]]) -> bool:
         passed &= not v.passed
         print(
             f"control {name!r}: {v.differing} of {v.texts} texts differ, {v.ties} ties (at most "
-            f"{v.most:.0f}), {v.errors} gaps above the allowance, the worst {v.worst:.3f}: "
+            f"{v.most:.0f}), {v.errors} gaps above the allowance, the worst {v.worst:.3f}, "
+            f"{v.nats:.2f} nats in all, at most {v.most_nats:.2f}: "
             f"{'NOT CAUGHT' if v.passed else 'caught'}"
         )
+    found = "every difference from plain is a tie" if passed else "not every difference is a tie"
+    print(f"bf16: {found} by design.md §3.5 on {len({task.id for task in tasks})} prompts")
     return passed
 
 

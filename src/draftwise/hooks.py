@@ -28,7 +28,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import torch
@@ -223,7 +223,7 @@ def custom_generate(
     return GenerateDecoderOnlyOutput(sequences=ids)  # type: ignore[arg-type]
 
 
-def _arguments() -> Mapping[str, Any]:
+def _arguments() -> dict[str, Any]:
     """The arguments of transformers' generate that called `custom_generate`: some of them it keeps
     to itself, but what it was given must be honoured or refused. Empty where it did not call."""
     frame = sys._getframe(2)

@@ -72,19 +72,21 @@ def test_a_gap_is_that_of_perturbed_scores() -> None:
     wide = torch.tensor([[1.0, 3.0, 3.1, 0.0], [0.0, 1.0, 2.0, 3.0]])
     greedy = judge(Sampler(SamplingParams(), 0), [2, 3], rows, wide)
     assert greedy.gaps == ((0, 0.5),) and greedy.changed == 1 and greedy.compared == 2
-    assert greedy.noise == pytest.approx(0.6)
+    assert greedy.noise == pytest.approx(0.6) and greedy.lost == 0.5
     assert judge(Sampler(SamplingParams(), 0), [1, 3], rows).compared == 0
     sampler = Sampler(SamplingParams(temperature=0.5, seed=3), 3)
     drawn = [sampler.token(row.numpy(), [0] * i) for i, row in enumerate(rows)]
-    assert judge(sampler, drawn, rows, rows) == Judged(2, (), 0.0, 0, 2)
+    assert judge(sampler, drawn, rows, rows) == Judged(2, (), 0.0, 0, 0.0, 2)
 
 
 def test_a_verdict_knows_ties_errors_and_too_many_ties() -> None:
-    noise = [Judged(100, (), 0.2, 1, 100)]
-    tie = Judged(100, ((3, 0.1),), 0.2, 1, 100)
+    noise = [Judged(100, (), 0.2, 1, 0.05, 100)]
+    tie = Judged(100, ((3, 0.1),), 0.2, 1, 0.05, 100)
     assert verdict([tie], noise).passed and verdict([tie], noise).ties == 1
     wrong = verdict([Judged(100, ((3, 0.1), (4, 0.3)))], noise)
     assert not wrong.passed and (wrong.ties, wrong.errors, wrong.worst) == (1, 1, 0.3)
-    many = verdict([Judged(100, tuple((i, 0.1) for i in range(20)))], noise)
+    large = verdict([Judged(100, ((3, 0.19), (4, 0.19)))], noise)
+    assert not large.passed and (large.ties, large.errors) == (2, 0)
+    many = verdict([Judged(100, tuple((i, 0.01) for i in range(20)))], noise)
     assert not many.passed and many.errors == 0 and many.ties == 20 and many.differing == 1
     assert verdict([Judged(100, ())], []).passed

@@ -8,9 +8,10 @@ larger one is a tie if it is within the *allowance*, which our code cannot infla
     allowance = max over positions and rivals r of |(s₁(best) − s₁(r)) − (sₖ(best) − sₖ(r))|
 
 s₁ and sₖ being the scores of the model's own forwards of width 1 and of widths 2 to 16 over the
-same texts, r the next four tokens. These forwards also say how often rounding changes a choice, and
-ties more frequent than that betray an engine whose every single mistake is small: the count may not
-exceed f + 3·√(f + 1) + 2, f being the changes of the own wide forwards.
+same texts, r the next four tokens. An engine whose every single mistake is small is betrayed by
+their number and size: of the own wide forwards, let f be the number of choices that rounding
+changed, and L the sum of their gaps; then there may be f + 3·√(f + 1) + 2 ties, and gaps of
+3·L + allowance in all.
 
 `broken` makes an engine wrong in ways that have happened, as negative controls. Cost: n forwards of
 width 1 and about n/6 wide ones for a text of n tokens, over one cache of the prompt.
@@ -41,13 +42,15 @@ Rows = torch.Tensor  # [n, vocabulary], float32
 
 @dataclass(frozen=True)
 class Judged:
-    """`gaps`: (position, gap) where the text's token is not plain decoding's choice; `noise` and
-    `changed`: the allowance of this text alone, and choices that own wide forwards change."""
+    """`gaps`: (position, gap) where the text's token is not plain decoding's choice; `noise`,
+    `changed` and `lost`: the allowance of this text alone, the choices that own wide forwards
+    change, and the sum of their gaps."""
 
     tokens: int
     gaps: tuple[tuple[int, float], ...]
     noise: float = 0.0
     changed: int = 0
+    lost: float = 0.0
     compared: int = 0
 
 
@@ -90,7 +93,7 @@ class Teacher:
 
 def judge(sampler: Sampler, text: Sequence[int], own: Rows, wide: Rows | None = None) -> Judged:
     """`own` and `wide`: the rows of the text in own forwards of width 1, and of larger widths."""
-    gaps, noise, changed = [], 0.0, 0
+    gaps, noise, changed, lost = [], 0.0, 0, 0.0
     wides = chain(() if wide is None else wide, repeat(None))
     for i, (token, row, other) in enumerate(zip(text, own, wides, strict=False)):
         support = sampler.support(row.numpy(), text[:i])
@@ -100,14 +103,16 @@ def judge(sampler: Sampler, text: Sequence[int], own: Rows, wide: Rows | None = 
         if other is None:
             continue
         shaken = sampler.support(other.numpy(), text[:i])
-        changed += sampler.choice(shaken, i) != best
+        if (choice := sampler.choice(shaken, i)) != best:
+            changed += 1
+            lost += sampler.gap(support, i, best, choice)
         rivals, _ = sampler.ranking(row.numpy(), text[:i], 1 + RIVALS)
         before, after = (
             np.array([sampler.score(at, rival) for rival in rivals]) for at in (support, shaken)
         )
         noise = max(noise, float(np.abs((before[0] - before) - (after[0] - after)).max()))
     compared = 0 if wide is None else len(text)
-    return Judged(len(text), tuple(gaps), noise, changed, compared)
+    return Judged(len(text), tuple(gaps), noise, changed, lost, compared)
 
 
 @dataclass(frozen=True)
@@ -120,10 +125,12 @@ class Verdict:
     worst: float
     allowance: float
     most: float  # so many ties may be rounding's
+    nats: float  # all gaps
+    most_nats: float  # so much of that may be rounding's
 
     @property
     def passed(self) -> bool:
-        return self.errors == 0 and self.ties <= self.most
+        return self.errors == 0 and self.ties <= self.most and self.nats <= self.most_nats
 
 
 def verdict(texts: Sequence[Judged], measured: Sequence[Judged]) -> Verdict:
@@ -132,7 +139,8 @@ def verdict(texts: Sequence[Judged], measured: Sequence[Judged]) -> Verdict:
     gaps = [gap for text in texts for _, gap in text.gaps]
     tokens = sum(text.tokens for text in texts)
     compared = sum(text.compared for text in measured)
-    rounding = sum(text.changed for text in measured) * tokens / max(compared, 1)
+    share = tokens / max(compared, 1)
+    rounding = sum(text.changed for text in measured) * share
     errors = sum(gap > allowance for gap in gaps)
     return Verdict(
         len(texts),
@@ -143,6 +151,8 @@ def verdict(texts: Sequence[Judged], measured: Sequence[Judged]) -> Verdict:
         max(gaps, default=0.0),
         allowance,
         rounding + 3 * sqrt(rounding + 1) + 2,
+        sum(gaps),
+        3 * sum(text.lost for text in measured) * share + allowance,
     )
 
 
