@@ -63,6 +63,31 @@ def test_memory_counts_prepacked_weights_once() -> None:
     assert 0.9 * before < engine.memory() < 1.5 * before
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4, 5])
+@pytest.mark.parametrize("bias", [True, False])
+def test_padding_up_to_the_least_rows_changes_no_row(rows: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(24, 7, bias=bias)
+    layer = prepacked.Prepacked(linear, least=4)
+    with torch.inference_mode():
+        for states in (torch.randn(rows, 24), torch.randn(1, rows, 24)):
+            torch.testing.assert_close(layer(states), linear(states), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "least"), [({1: 2.0, 4: 1.5, 8: 1.8}, 4), ({1: 2.0, 4: 1.95, 8: 2.2}, 1)]
+)
+def test_the_least_rows_are_those_that_take_the_least_time(
+    monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], least: int
+) -> None:
+    def took(layers: Any, rows: int, dtype: torch.dtype) -> float:
+        return 2.0 * seconds[rows] if type(layers[0]) is torch.nn.Linear else seconds[rows]
+
+    monkeypatch.setattr(prepacked, "_seconds", took)
+    gain, rows = prepacked._trial([torch.nn.Linear(8, 8)])
+    assert (rows, gain >= 2.0) == (least, True)
+
+
 def test_a_layer_that_was_replaced_is_computed_from_its_own_weights() -> None:
     """The control: with one weight changed before packing, the logits change."""
     model, tokens = tiny_model("llama"), random_ids(5, seed=2)
