@@ -91,7 +91,7 @@ def test_unexpected_errors_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatc
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("out of cheese\nredo from start")
 
-    monkeypatch.setattr("draftwise.api.load", fail)
+    monkeypatch.setattr("draftwise.loading.load", fail)
     ran = run("generate", "hi")
     assert ran.code == 1
     assert ran.err.count("\n") == 1
@@ -310,7 +310,7 @@ def test_interrupted_while_loading(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     def interrupt(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("draftwise.api.load", interrupt)
+    monkeypatch.setattr("draftwise.loading.load", interrupt)
     assert run("generate", "hi")[0] == 130
 
 

@@ -152,7 +152,7 @@ def test_bad_input_is_one_line_before_any_model(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("draftwise.api.load", never)
+    monkeypatch.setattr("draftwise.loading.load", never)
     monkeypatch.setattr("draftwise.models.load_model", never)
     assert_refused(run(*[{**files, "TRACE": recorded}.get(a, a) for a in args]), *parts)
     assert not files["NEW"].exists()

@@ -6,10 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import Model, load
+    from .api import Model
     from .call import Batch, Call
     from .core import SamplingParams, UsageError
     from .hooks import custom_generate, generate
+    from .loading import load
     from .result import Result, Stats
     from .trace import Trace
 
@@ -40,7 +41,7 @@ _HOMES = {
     "UsageError": "core",
     "custom_generate": "hooks",
     "generate": "hooks",
-    "load": "api",
+    "load": "loading",
 }
 
 

@@ -304,8 +304,8 @@ def _load(ctx: typer.Context) -> Model:
     """The model that the options name; names are checked before any weights are read."""
     from . import show
     from .accept import check as check_acceptance
-    from .api import load
     from .engines.kernels import check as check_kernels
+    from .loading import load
     from .memory import parse_size
     from .policy import Costs, Goal, make
     from .policy.cost import CostCurve

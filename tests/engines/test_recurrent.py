@@ -241,8 +241,8 @@ def test_chat_turns_read_only_what_is_new(model: PreTrainedModel) -> None:
 
 
 def test_positions_are_given_where_a_model_would_begin_anew() -> None:
-    assert TransformersEngine(shared_model("bamba"))._positions
-    assert not TransformersEngine(shared_model("granite_hybrid"))._positions
+    assert TransformersEngine(shared_model("bamba"))._can.positions
+    assert not TransformersEngine(shared_model("granite_hybrid"))._can.positions
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -251,7 +251,7 @@ def test_a_state_that_several_rows_do_not_read_is_found_out(dtype: torch.dtype, 
     for family, rollback in (("mamba", "none"), ("jamba", "none"), ("mamba2", "refeed")):
         engine = TransformersEngine(tiny_model(family, seed).to(dtype))
         assert engine.caps.rollback == rollback
-        assert engine._one_by_one == (rollback == "none")
+        assert engine._can.one_by_one == (rollback == "none")
 
 
 def test_a_state_that_cannot_be_put_back_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ run as one. The user's model is never written to, unless it is handed over (prep
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ import torch
 
 from ..core import SeqId, UsageError
 from . import prepacked, quantised, recurrent, slots, trees
+from .abilities import new_cache, tried_out
 from .base import PREFILL_CHUNK, Caps, PrefillChunk, Rows, Shape, Verify
 from .compiled import GAIN as COMPILED_GAIN
 from .compiled import LEAST, Compiled, gain
@@ -36,11 +36,6 @@ from .rows import Logits, TensorRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-# Why a model is decoded plainly.
-RECURRENT = "has recurrent state, which cannot be rolled back"
-ENTANGLED = "is quantised such that the rows of a forward change each other, drafted ones too"
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -85,7 +80,6 @@ class TransformersEngine:
         self._kept: _Sequence | None = None
         self._group: slots.Group | None = None
         self._heads: dict[int, prepacked.Prepacked] = {}  # for some of the ids
-        self._in_place = False  # caches that append without a copy
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         # Models of images remember by how much a prompt's pictures shift the positions of what
@@ -96,21 +90,16 @@ class TransformersEngine:
         self.kernels = choose(model, kernels)
         text = model.config.get_text_config(decoder=True)
         context = getattr(text, "max_position_embeddings", None)
-        self._full = False  # every layer keeps all positions
         weights = quantised.described(model)
         # Weights that are tensor subclasses, or are packed at their first use, do not bear it.
         self._mode: Callable[[], Any] = torch.no_grad if weights else torch.inference_mode
-        self._takes_positions = "position_ids" in parameters
-        self._positions = self._one_by_one = False  # what its forwards need (recurrent.Probe)
-        rollback, branches = self._probe(text.vocab_size, context)
-        self.obstacle = "" if rollback != "none" else RECURRENT
-        long = context is None or context >= 2 * quantised.ROWS
-        if weights and long and not self._apart(text.vocab_size):
-            self.obstacle, rollback, branches = ENTANGLED, "none", False
+        with self._mode():
+            can = tried_out(model, self._cache_name, "position_ids" in parameters, context)
+        self._can, self.obstacle = can, can.obstacle
         self.caps = Caps(
-            trees=branches,
-            rollback=rollback,
-            batch="padded" if branches else "single",
+            trees=can.trees,
+            rollback=can.rollback,
+            batch="padded" if can.trees else "single",
             context=context,
             vocabulary=text.vocab_size,
         )
@@ -131,44 +120,6 @@ class TransformersEngine:
                 *self.kernels.used,
             ]
         )
-
-    def _probe(self, vocabulary: int, context: int | None) -> tuple[str, bool]:
-        """How rows are rolled back, and whether trees can be verified."""
-        tokens = trees.probe(vocabulary)[: context or None]
-        with self._weights() as model:
-            cache, name = self._new_cache(), self._cache_name
-            ids = torch.tensor([tokens], dtype=torch.long, device=model.device)
-            logits = model(input_ids=ids, use_cache=True, **{name: cache}).logits[0]
-            types = {type(layer).__name__ for layer in cache.layers}
-            self._full = types == {"DynamicLayer"}
-            croppable = bool(cache.is_croppable) and cache.get_seq_length() == len(tokens)
-            self._in_place = self._full and croppable and self._appends(ids, logits)
-            if self._in_place and trees.possible(model):
-                cache = self._new_cache()
-                model(input_ids=ids, use_cache=True, **{name: cache})
-                if trees.honoured(model, cache, name, logits):
-                    return "free", True
-            for given in (False, True) if self._takes_positions else (False,):
-                self._positions = given
-                probe = recurrent.Probe(model, self._new_cache, name, logits, given)
-                if probe.honoured():
-                    return "free" if croppable else "refeed", False
-            short = len(tokens) < len(trees.probe(vocabulary))  # and nothing can be tried out
-            if croppable and (short or probe.honoured(roughly=True)):
-                return "free", False
-            if not probe.apart():
-                raise UsageError("this model keeps its state outside of a cache: not supported")
-            self._one_by_one = not probe.warm()
-            return "none", False
-
-    def _appends(self, ids: torch.Tensor, logits: torch.Tensor) -> bool:
-        """Whether the model takes layers that append in place, as it took the library's own."""
-        self._in_place = True
-        with self._weights() as model, contextlib.suppress(Exception):
-            cache = self._new_cache()
-            rows = model(input_ids=ids, use_cache=True, **{self._cache_name: cache}).logits[0]
-            return torch.equal(rows, logits)
-        return False
 
     def _compile(self) -> None:
         """Runs through the compiler from now on, if that pays."""
@@ -195,10 +146,6 @@ class TransformersEngine:
             reason = compiled.failure or f"it gains nothing here ({gained:.2f}x)"
             self.kernels.without("compiled", reason)
 
-    def _apart(self, vocabulary: int) -> bool:
-        with self._weights() as model:
-            return quantised.rows_apart(model, self._new_cache, self._cache_name, vocabulary)
-
     @contextmanager
     def _weights(self) -> Iterator[PreTrainedModel]:
         model = self._model()
@@ -217,13 +164,8 @@ class TransformersEngine:
         return self._model() is None
 
     def _new_cache(self) -> Any:
-        from transformers import DynamicCache
-
         with self._weights() as model:
-            cache = DynamicCache(config=model.config)
-        if self._in_place:
-            cache.layers = [slots.Row() for _ in cache.layers]
-        return cache
+            return new_cache(model, self._can.in_place)
 
     def open(self, seq: SeqId, tokens: Sequence[int], share: SeqId | None = None) -> int:
         if seq in self._sequences:
@@ -261,7 +203,7 @@ class TransformersEngine:
         common = next((i for i in range(most) if kept.tokens[i] != tokens[i]), most)
         surplus = len(kept.tokens) - common
         # Sliding and convolution layers forgot what lies before their window.
-        if surplus and not (self._full and self.caps.rollback == "free"):
+        if surplus and not (self._can.full and self.caps.rollback == "free"):
             return 0
         if common and surplus:
             kept.cache.crop(-surplus)
@@ -282,7 +224,7 @@ class TransformersEngine:
         if sequence.refeed and sequence.refeed.unfed:
             raise ValueError("a prefill begins where all of the text is in the cache")
         chunk = PREFILL_CHUNK
-        if self._one_by_one:
+        if self._can.one_by_one:
             chunk = 1 if sequence.tokens else len(work.tokens)
         for start in range(0, len(work.tokens), chunk):
             logits = self._run(sequence, work.tokens[start : start + chunk], 1)
@@ -357,7 +299,7 @@ class TransformersEngine:
         """Appends `tokens` to the sequence's cache; otherwise as `_logits`."""
         if sequence.parents:
             raise ValueError("rows after a tree that is not committed")
-        if (self._positions or self._shifts) and tree is None:
+        if (self._can.positions or self._shifts) and tree is None:
             held = len(sequence.tokens)
             tree = {"position_ids": recurrent.positions(held, len(tokens), self._device)}
         logits = self._logits([tokens], sequence.cache, rows, first, tree)
@@ -456,7 +398,7 @@ class TransformersEngine:
 
     def drop(self, seq: SeqId, rows: int) -> None:
         sequence = self._open(seq)
-        if rows > sequence.pending or not self._full:
+        if rows > sequence.pending or not self._can.full:
             raise ValueError(f"cannot drop {rows} rows of {sequence.pending}")
         sequence.cache.crop(-rows)
         sequence.pending -= rows
@@ -487,7 +429,7 @@ class TransformersEngine:
         first = min(length, 2)
         self._run(sequence, (0,) * first, 1)
         self.commit(seq, range(first))
-        if not self._full:
+        if not self._can.full:
             return first  # what a window holds cannot be made up through its API
         with self._mode():
             for i, layer in enumerate(sequence.cache.layers):
