@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from conftest import VOCABULARY, WINDOW, plain_ids, random_ids, tiny_model
 from draftwise.core import Ask, Request, SamplingParams, StepResult
-from draftwise.decode import Parts, decode
+from draftwise.decode import Parts, decode_batch
 from draftwise.drafters.model import ModelDrafter
 from draftwise.engines.transformers import TransformersEngine
 from draftwise.policy.fixed import Plain
@@ -78,20 +78,15 @@ def texts(
     batch: int,
     temperature: float,
 ) -> tuple[list[list[int]], list[StepResult]]:
-    """The texts of `batch` requests that take turns, and all of their steps."""
+    """The texts of `batch` requests that run together, and all of their steps."""
     parts = Parts(engine, {d.name: d for d in drafters}, policy, nullcontext())  # type: ignore[arg-type]
     requests = [asked(seq, temperature) for seq in range(batch)]
-    running = {r.seq: decode(parts, r, stopper(r)) for r in requests}
     made: list[list[int]] = [[] for _ in requests]
     steps = []
-    while running:
-        for seq, going in list(running.items()):
-            result = next(going, None)
-            if result is None:
-                del running[seq]
-            else:
-                made[seq] += result.committed
-                steps.append(result)
+    for results in decode_batch(parts, [(r, stopper(r)) for r in requests], batch):
+        for result in results:
+            made[result.seq] += result.committed
+            steps.append(result)
     assert not engine._sequences
     return made, steps
 

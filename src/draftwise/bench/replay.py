@@ -87,7 +87,7 @@ class _Target:
     def commit(self, seq: SeqId, path: Sequence[int]) -> None:
         self.held += len(path)
 
-    def unfed(self, seq: int) -> int:
+    def unfed(self, seq: SeqId) -> int:
         return 0
 
     def drop(self, seq: SeqId, rows: int) -> None:
