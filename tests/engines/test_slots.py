@@ -170,6 +170,39 @@ def test_what_would_mix_sequences_up_is_refused(llama: PreTrainedModel) -> None:
     start(engine, {0: [1, 2, 3], 1: [4, 5]})
     with pytest.raises(ValueError, match="twice"):
         engine.forward([Verify(0, (1,)), Verify(0, (2,))])
-    engine.forward([Verify(0, (1,)), Verify(1, (2,))])
+    engine.forward([Verify(0, (1, 5, 6), (0, 0)), Verify(1, (2,))])
     with pytest.raises(ValueError, match="not committed"):
         engine.forward([Verify(0, (1,)), Verify(1, (2,))])
+    engine.commit(0, (0, 2))
+    with pytest.raises(ValueError, match="begins at committed rows"):
+        engine.forward([Verify(0, (1,)), Verify(1, (1, 5, 6), (0, 0))])
+
+
+def test_rows_may_follow_rows_that_are_not_committed_yet(model: PreTrainedModel) -> None:
+    """As a draft model's do, token after token; padding of the earlier ones is not between."""
+    engine, texts = TransformersEngine(model), {0: random_ids(4, seed=0), 1: random_ids(9, seed=1)}
+    start(engine, texts)
+    for turn in range(3):
+        work = [Verify(0, (7 + turn,)), Verify(1, tuple(random_ids(1 + turn, seed=turn)))]
+        for w, rows in zip(work, engine.forward(work), strict=True):
+            texts[w.seq] += w.tokens
+            row = rows.row(len(w.tokens) - 1)
+            np.testing.assert_allclose(row, logits_of(model, texts[w.seq]), atol=TOLERANCE)
+    engine.commit(0, (0, 1))
+    engine.commit(1, ())
+    texts = {0: texts[0][:6], 1: texts[1][:9]}
+    for seq, text in texts.items():
+        assert engine._sequences[seq].tokens == text
+        row = engine.forward([Verify(seq, (3,))])[0].row(0)
+        np.testing.assert_allclose(row, logits_of(model, [*text, 3]), atol=TOLERANCE)
+
+
+def test_a_sequence_that_is_still_empty_runs_beside_others(model: PreTrainedModel) -> None:
+    engine, texts = TransformersEngine(model), {0: random_ids(4, seed=0), 1: random_ids(9, seed=1)}
+    start(engine, texts)
+    engine.open(2, ())
+    work = [Verify(0, (5,)), Verify(2, (6, 7)), Verify(1, (8,))]
+    ends = ([*texts[0], 5], [6, 7], [*texts[1], 8])
+    for rows, w, text in zip(engine.forward(work), work, ends, strict=True):
+        row = rows.row(len(w.tokens) - 1)
+        np.testing.assert_allclose(row, logits_of(model, text), atol=TOLERANCE)

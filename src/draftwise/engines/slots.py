@@ -141,9 +141,9 @@ class Group:
             for storage in self._layers
         ]
 
-    def appended(self, held: Sequence[int], new: int) -> None:
-        """Lets each sequence see the tokens that the forward appended to it."""
+    def show(self, held: Sequence[int]) -> None:
+        """Lets each sequence see so many of the tokens in its place."""
         for cache, tokens in zip(self._caches, held, strict=True):
             for row in cache.layers:
                 if row.is_initialized:
-                    row.show(tokens + new)
+                    row.show(tokens)

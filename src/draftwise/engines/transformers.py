@@ -213,11 +213,15 @@ class TransformersEngine:
     def forward(self, work: Sequence[PrefillChunk | Verify]) -> list[Rows]:
         if self.closed:
             raise UsageError("this model is closed")
-        chains = [w for w in work if isinstance(w, Verify)]
-        if len(chains) > 1 and self.caps.batch == "padded":
-            together = iter(self._together(chains))
-            return [next(together) if isinstance(w, Verify) else self._prefill(w) for w in work]
-        return [self._prefill(w) if isinstance(w, PrefillChunk) else self._verify(w) for w in work]
+        # An empty cache has no place yet where others could join it.
+        begun = [w for w in work if isinstance(w, Verify) and self._open(w.seq).tokens]
+        if len(begun) < 2 or self.caps.batch != "padded":
+            begun = []
+        found = dict(zip(map(id, begun), self._together(begun) if begun else (), strict=True))
+        return [found.get(id(w)) or self._alone(w) for w in work]
+
+    def _alone(self, work: PrefillChunk | Verify) -> Rows:
+        return self._prefill(work) if isinstance(work, PrefillChunk) else self._verify(work)
 
     def _prefill(self, work: PrefillChunk) -> Rows:
         sequence = self._open(work.seq)
@@ -261,12 +265,17 @@ class TransformersEngine:
             raise ValueError("a tree begins at committed rows")
 
     def _together(self, work: Sequence[Verify], width: int = 1) -> list[Rows]:
-        """One forward for all, of at least `width`; every sequence pays for the widest."""
+        """One forward for all, of at least `width`; every sequence pays for the widest, but no
+        padding stays in its cache."""
         sequences = [self._open(w.seq) for w in work]
         if len({id(s) for s in sequences}) < len(work):
             raise ValueError("a sequence twice in one forward")
-        if any(s.pending for s in sequences):
-            raise ValueError("rows behind others that are not committed")
+        if any(s.parents for s in sequences):
+            raise ValueError("rows after a tree that is not committed")
+        branching = [any(p != i for i, p in enumerate(w.parents)) for w in work]
+        for s, branches in zip(sequences, branching, strict=True):
+            if branches:
+                self._check_branches(s)
         caches = [s.cache for s in sequences]
         held = [len(s.tokens) for s in sequences]
         width = max(width, *(max(w.width, len(w.tokens)) for w in work))
@@ -280,12 +289,11 @@ class TransformersEngine:
             inputs = trees.inputs(parents, width, held, model.dtype, model.device)
             first = work[0].ids if len({w.ids for w in work}) == 1 else 0
             logits = self._logits(rows, cache, width, first, inputs)
-        self._group.appended(held, width)
-        for w, s, row in zip(work, sequences, rows, strict=True):
-            s.tokens.extend(row)
-            s.pending, s.recording = width, True
-            branches = any(parent != i for i, parent in enumerate(w.parents))
+        for w, s, branches in zip(work, sequences, branching, strict=True):
+            s.tokens.extend(w.tokens)
+            s.pending, s.recording = s.pending + len(w.tokens), True
             s.parents = w.parents if branches else ()
+        self._group.show([len(s.tokens) for s in sequences])
         return [TensorRows(logits, i, len(w.tokens)) for i, w in enumerate(work)]
 
     def _run(
