@@ -124,7 +124,8 @@ def test_a_busy_machine_is_not_speculations_fault(monkeypatch, busy):
         told=flat,
     )
     calm = simulate(monkeypatch, flat, _calm, tokens=300, requests=8, serial_price=0.02)
-    assert done.requests[-1] > 0.9 * calm.requests[-1]
+    # Of three requests: the luck of a single one is worth a tenth.
+    assert sum(done.requests[-3:]) > 0.9 * sum(calm.requests[-3:])
     assert done.policy.costs.serial["m"].seconds(1, 300) == pytest.approx(0.02, rel=0.3)
     assert done.policy.costs.target.seconds(1, 300) == pytest.approx(flat(1), rel=0.15)
 
