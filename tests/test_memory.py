@@ -31,6 +31,7 @@ from draftwise.core import Features, Request, StepPlan, StepResult, chain
 from draftwise.drafters.lookup import Lookup
 from draftwise.drafters.model import ModelDrafter
 from draftwise.drafters.suffix import Suffix
+from draftwise.engines.slots import BLOCK
 from draftwise.engines.transformers import TransformersEngine
 from draftwise.memory import DraftMemory, Gone, parse_size, shown
 from draftwise.models import weight_bytes
@@ -118,7 +119,8 @@ def test_a_model_takes_its_weights_and_what_its_caches_hold() -> None:
     config = model.config
     head = config.hidden_size // config.num_attention_heads if not config.head_dim else 8
     cached = 2 * config.num_hidden_layers * config.num_key_value_heads * head * 4 * 100
-    assert cached <= drafter.memory() - alone <= 2.5 * cached
+    # Caches have room for half as many tokens again, in blocks.
+    assert cached <= drafter.memory() - alone <= cached * (1.5 + BLOCK / 100)
     drafter.close(0)
     assert drafter.memory() == alone
     drafter.engine.free()

@@ -150,8 +150,8 @@ REFUSED: dict[str, tuple[Options, str]] = {
     "cache": ({"cache": None}, "would stay empty"),
     "synced_gpus": ({"synced_gpus": True}, "one process"),
     "attention_mask": (
-        {"attention_mask": torch.tensor([[0] + [1] * (len(PROMPT) - 1)])},
-        "padding",
+        {"attention_mask": torch.tensor([[1, 0] + [1] * (len(PROMPT) - 2)])},
+        "gaps: padding may be on either side only",
     ),
     "a new option": ({"foretells": 3}, "not known to this version"),
 }

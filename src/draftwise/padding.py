@@ -83,7 +83,11 @@ def counted(ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tenso
     if kept.shape != ids.shape or positions.shape[-1] != ids.shape[1]:
         return False
     own = (kept.cumsum(-1) - 1)[kept == 1]
-    return torch.equal(own, positions.expand_as(ids)[kept == 1].to(own))
+    # Models of images have several rows of them for each row of ids: [3 or 4, rows, length].
+    layers = (
+        positions.reshape(-1, *ids.shape) if positions.dim() > 2 else positions.expand_as(ids)[None]
+    )
+    return all(torch.equal(own, layer[kept == 1].to(own)) for layer in layers)
 
 
 def pad_id(config: Any, rows: int, criteria: Any) -> int:
