@@ -15,9 +15,9 @@ on the same weights as speculation.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -31,9 +31,8 @@ GAIN = 1.05
 TRIAL = 24  # layers that are timed: some three blocks of a transformer
 ROWS = (1, 4, 8)
 WORTH = 0.95  # padding takes some time itself
+_NUMBERS = itertools.count()
 _LAYERS: WeakValueDictionary[int, Prepacked] = WeakValueDictionary()
-_product: Any = torch.ops.mkldnn._linear_pointwise
-_reorder: Any = torch.ops.mkldnn._reorder_linear_weight
 
 
 class Prepacked(nn.Module):
@@ -46,8 +45,10 @@ class Prepacked(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = weight
         self.bias = None if linear.bias is None else linear.bias.detach()
-        self._packed = _reorder(linear.weight.detach())
-        self._number = max(_LAYERS, default=0) + 1
+        # Looked up here and not at import, since some builds of torch have no such operators.
+        self._product: Any = torch.ops.mkldnn._linear_pointwise
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+        self._number = next(_NUMBERS)
         _LAYERS[self._number] = self
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -59,10 +60,10 @@ class Prepacked(nn.Module):
     def product(self, states: torch.Tensor) -> torch.Tensor:
         rows = states.numel() // self.in_features
         if rows >= self.least:
-            whole: torch.Tensor = _product(states, self._packed, self.bias, "none", [], "")
+            whole: torch.Tensor = self._product(states, self._packed, self.bias, "none", [], "")
             return whole
         flat = nn.functional.pad(states.reshape(rows, -1), (0, 0, 0, self.least - rows))
-        padded: torch.Tensor = _product(flat, self._packed, self.bias, "none", [], "")
+        padded: torch.Tensor = self._product(flat, self._packed, self.bias, "none", [], "")
         return padded[:rows].reshape(*states.shape[:-1], self.out_features)
 
     def first(self, ids: int) -> Prepacked | None:
@@ -134,7 +135,7 @@ def prepack(model: PreTrainedModel) -> str | None:
     if reason is not None:
         return reason
     with torch.inference_mode():
-        gain, least = _trial([linear for _, _, linear in islice(_linears(model), TRIAL)])
+        gain, least = _trial([linear for _, _, linear in _linears(model)[:TRIAL]])
         if gain < GAIN:
             return f"prepacked weights gain nothing here ({gain:.2f}x)"
         shared = {
