@@ -381,7 +381,8 @@ class Model:
         steps = decode_batch(Parts(self.engine, drafters, chosen, self._turn), requests, size)
         if self._memory is None:
             return steps
-        return self._memory.watched(steps, self.costs.target.seconds)
+        target = self.costs.target
+        return self._memory.watched(steps, lambda context, size: target.seconds(1, context, size))
 
     def encode(self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
         """Token ids of a text, of chat messages with the reply's opening, or of ids themselves."""
