@@ -242,6 +242,22 @@ def test_rows_between_forward_and_commit_are_not_kept(chain_model: PreTrainedMod
     np.testing.assert_allclose(rows.row(0), reference(chain_model, text)[-1], atol=TOLERANCE)
 
 
+def test_a_cache_that_a_broken_forward_left_uneven_is_not_kept() -> None:
+    model = tiny_model("llama")
+    engine, prompt = TransformersEngine(model), [1, 2, 3, 4]
+    prefill(engine, 0, prompt)
+
+    def broken(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_pre_hook(broken)
+    with pytest.raises(KeyboardInterrupt):
+        engine.forward([Verify(0, (5,))])
+    handle.remove()
+    engine.close(0, keep=True)
+    assert engine.open(1, [*prompt, 5, 6]) == 0
+
+
 def test_models_that_cannot_roll_back_say_so_and_refuse(plain_model: PreTrainedModel) -> None:
     engine = TransformersEngine(plain_model)
     assert engine.caps.rollback == "none"
