@@ -292,6 +292,11 @@ def test_a_bad_prompt_is_named(model: Model, prompts: Any, says: str) -> None:
         model.generate(prompts, max_new_tokens=2)
 
 
+def test_one_text_is_no_batch(model: Model) -> None:
+    with pytest.raises(UsageError, match="list of prompts"):
+        model.stream_batch("one", max_new_tokens=2)  # type: ignore[arg-type]
+
+
 def test_batch_size_belongs_to_lists(model: Model) -> None:
     with pytest.raises(UsageError, match="list of prompts"):
         model.generate("one", batch_size=3, max_new_tokens=2)  # type: ignore[call-overload]

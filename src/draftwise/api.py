@@ -253,6 +253,8 @@ class Model:
         prompt (of `stop`, a list of lists). At most `batch_size` prompts run at once; others join
         as those end. `cancel` ends all.
         """
+        if isinstance(prompts, (str, bytes)):
+            raise UsageError("a batch is a list of prompts: `stream` takes a single one")
         each: Sequence[Any] = prompts
         ids = [numbered(i, self.encode, prompt) for i, prompt in enumerate(each)]
         wishes = [
