@@ -58,7 +58,11 @@ def choose(model: PreTrainedModel, kernels: str) -> Kernels:
     if kernels == "eager":
         return made
     before = _logits(model)
-    reason = prepacked.prepack(model)
+    try:
+        reason = prepacked.prepack(model)
+    except Exception as error:  # a form of weights that oneDNN does not take, or no memory
+        prepacked.restore(model)
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if reason is None and not _alike(model, before):
         prepacked.restore(model)
         reason = "this model computes something else with them"

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -32,6 +32,7 @@ TRIAL = 24  # layers that are timed: some three blocks of a transformer
 ROWS = (1, 4, 8)
 WORTH = 0.95  # padding takes some time itself
 _LAYERS: WeakValueDictionary[int, Prepacked] = WeakValueDictionary()
+_numbers = count(1)  # models may be loaded by several threads
 _product: Any = torch.ops.mkldnn._linear_pointwise
 _reorder: Any = torch.ops.mkldnn._reorder_linear_weight
 
@@ -47,7 +48,7 @@ class Prepacked(nn.Module):
         self.weight = weight
         self.bias = None if linear.bias is None else linear.bias.detach()
         self._packed = _reorder(linear.weight.detach())
-        self._number = max(_LAYERS, default=0) + 1
+        self._number = next(_numbers)
         _LAYERS[self._number] = self
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -58,7 +59,7 @@ class Prepacked(nn.Module):
 
     def product(self, states: torch.Tensor) -> torch.Tensor:
         rows = states.numel() // self.in_features
-        if rows >= self.least:
+        if rows >= self.least or not rows:  # no token went to an expert
             whole: torch.Tensor = _product(states, self._packed, self.bias, "none", [], "")
             return whole
         flat = nn.functional.pad(states.reshape(rows, -1), (0, 0, 0, self.least - rows))
@@ -77,10 +78,12 @@ class Prepacked(nn.Module):
 
     def linear(self) -> nn.Linear:
         """The layer as it was."""
-        weight = self._packed.to_dense() if self.weight is None else self.weight
         linear = nn.Linear(1, 1, bias=False, device="meta")
         linear.in_features, linear.out_features = self.in_features, self.out_features
-        linear.weight = nn.Parameter(weight, requires_grad=False)
+        if isinstance(self.weight, nn.Parameter):  # the embedding's very own
+            linear.weight = self.weight
+        else:
+            linear.weight = nn.Parameter(self._packed.to_dense(), requires_grad=False)
         linear.bias = None if self.bias is None else nn.Parameter(self.bias, requires_grad=False)
         return linear
 

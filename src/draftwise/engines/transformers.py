@@ -30,7 +30,7 @@ from . import prepacked, quantised, recurrent, slots, trees
 from .abilities import new_cache, tried_out
 from .base import PREFILL_CHUNK, Caps, PrefillChunk, Rows, Shape, Verify
 from .compiled import GAIN as COMPILED_GAIN
-from .compiled import LEAST, Compiled, gain
+from .compiled import HELD, LEAST, WIDTHS, Compiled, gain
 from .kernels import choose
 from .rows import Logits, TensorRows
 
@@ -129,7 +129,10 @@ class TransformersEngine:
             return
         with self._weights() as model:
             compiled = Compiled(model.forward)
-        self.blank(-1, 64)
+        if self.caps.context is not None and self.caps.context < HELD + max(WIDTHS):
+            self.kernels.without("compiled", "this model's context is too short to try it out")
+            return
+        self.blank(-1, HELD)
 
         def run(width: int, with_compiled: bool) -> None:
             self._compiled = compiled if with_compiled else None
