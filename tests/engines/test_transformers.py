@@ -438,6 +438,12 @@ def test_a_call_leaves_the_model_and_its_configs_as_they_were(any_model: PreTrai
     assert all(torch.equal(weights[k], same[k]) for k in weights | same)
 
 
+def test_a_model_with_a_kind_of_cache_of_its_own_is_refused() -> None:
+    with pytest.raises(UsageError, match="no cache of the usual kind: MiniMax") as caught:
+        Model(tiny_model("minimax"), None)
+    assert "\n" not in str(caught.value)
+
+
 def test_encoder_decoder_models_are_refused() -> None:
     config = T5Config(
         vocab_size=20,

@@ -62,7 +62,8 @@ def choose(model: PreTrainedModel, kernels: str) -> Kernels:
         reason = prepacked.prepack(model)
     except Exception as error:  # a form of weights that oneDNN does not take, or no memory
         prepacked.restore(model)
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        first, *_ = str(error).strip().split("\n")
+        reason = f"{type(error).__name__}: {first}"
     if reason is None and not _alike(model, before):
         prepacked.restore(model)
         reason = "this model computes something else with them"
