@@ -152,6 +152,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "JambaConfig",
         _EXPERTS | {"attn_layer_period": 3, "attn_layer_offset": 1, "use_mamba_kernels": False},
     ),
+    "minimax": ("MiniMaxConfig", {}),
     "recurrent_gemma": (
         "RecurrentGemmaConfig",
         {"lru_width": 32, "attention_window_size": WINDOW},

@@ -14,6 +14,7 @@ from conftest import plain_ids, random_ids, shared_model
 from draftwise import Batch, Model, Result, SamplingParams, UsageError
 from draftwise.batches import each_params, is_batch
 from draftwise.intake import Wish
+from draftwise.stopping import Stopper
 
 PROMPTS = [[5, 6, 7, 8] * 4, random_ids(3, 1), [40, 41, 42] * 12, random_ids(60, 2), [9], [7, 7]]
 WANTED = [50, 9, 40, 1, 23, 60]
@@ -290,6 +291,37 @@ def test_what_a_batch_cannot_have_is_refused(
 def test_a_bad_prompt_is_named(model: Model, prompts: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         model.generate(prompts, max_new_tokens=2)
+
+
+def test_many_prompts_that_wait_cost_a_step_nothing(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+    take = Stopper.take
+    monkeypatch.setattr(Stopper, "take", lambda self: (taken.append(1), take(self))[1])
+    batch = model.stream_batch([[5, 6, 7]] * 60, max_new_tokens=4, batch_size=2, policy="plain")
+    assert "".join(piece for i, piece in batch if i == 59) == batch.results[59].text
+    # One for the first token, at most three for the others, one at the end.
+    assert len(taken) <= 60 * 5
+
+
+def test_a_batch_may_be_closed_within_its_own_step(model: Model) -> None:
+    def ends(ids: torch.Tensor, scores: Any) -> bool:
+        if ids.shape[1] > 6:
+            batch.close()
+        return False
+
+    wishes = [Wish(SamplingParams(max_new_tokens=30), criteria=[ends])] * 2
+    batch = model.start_batch([[1, 2], [3]], wishes)
+    for _ in batch:
+        pass
+    assert [result.finish_reason for result in batch.results] == ["cancelled"] * 2
+    assert not model.engine._sequences
+
+
+def test_one_text_is_no_batch(model: Model) -> None:
+    with pytest.raises(UsageError, match="list of prompts"):
+        model.stream_batch("one", max_new_tokens=2)  # type: ignore[arg-type]
 
 
 def test_batch_size_belongs_to_lists(model: Model) -> None:

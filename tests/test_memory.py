@@ -235,6 +235,18 @@ def test_too_large_a_draft_model_is_freed_while_loading(
     assert result.stats.note == model.note
 
 
+def test_what_is_saved_is_counted_in_forwards_of_one_row(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(llama, None, ["lookup"], policy="fixed:4", draft_memory="1GB")
+    priced: list[float] = []
+    monkeypatch.setattr(
+        model._memory, "_learn", lambda results, plain: priced.append(plain(100, 3))
+    )
+    model.generate(PROMPT, max_new_tokens=10)
+    assert set(priced) == {model.costs.target.seconds(1, 100, 3)}
+
+
 def test_indexes_that_grow_beyond_the_limit_go_after_the_request(
     llama: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:

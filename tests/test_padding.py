@@ -198,6 +198,22 @@ def test_generate_takes_lists(
     assert all(isinstance(r, Result) for r in (*results, *alone))
 
 
+def test_a_streamer_of_the_hook_takes_one_prompt(llama: PreTrainedModel) -> None:
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:
+            return
+
+        def end(self) -> None:
+            return
+
+    ids = torch.tensor([[1, 2, 3], [7, 8, 9]])
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    options |= {"custom_generate": draftwise.custom_generate, "streamer": Streamer()}
+    with pytest.raises(UsageError, match="a streamer for several prompts"):
+        llama.generate(ids, **options)
+    assert llama.generate(ids[:1], **options).shape == (1, 6)
+
+
 def test_a_streamer_takes_one_prompt(
     llama: PreTrainedModel, byte_tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -316,3 +317,4 @@ def test_closing_closes_all_although_one_fails() -> None:
 def test_sizes_that_are_none_are_refused(size: Any) -> None:
     with pytest.raises(UsageError, match="batch_size"):
         check_size(size)
+    check_size(np.int64(4))

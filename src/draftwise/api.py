@@ -253,6 +253,8 @@ class Model:
         prompt (of `stop`, a list of lists). At most `batch_size` prompts run at once; others join
         as those end. `cancel` ends all.
         """
+        if isinstance(prompts, (str, bytes)):
+            raise UsageError("a batch is a list of prompts: `stream` takes a single one")
         each: Sequence[Any] = prompts
         ids = [numbered(i, self.encode, prompt) for i, prompt in enumerate(each)]
         wishes = [
@@ -381,7 +383,8 @@ class Model:
         steps = decode_batch(Parts(self.engine, drafters, chosen, self._turn), requests, size)
         if self._memory is None:
             return steps
-        return self._memory.watched(steps, self.costs.target.seconds)
+        target = self.costs.target
+        return self._memory.watched(steps, lambda context, size: target.seconds(1, context, size))
 
     def encode(self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
         """Token ids of a text, of chat messages with the reply's opening, or of ids themselves."""

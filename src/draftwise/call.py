@@ -55,20 +55,20 @@ class _Running:
 
     def __init__(self, steps: Steps, texts: Sequence[Text], cancel: threading.Event | None):
         self._steps, self._texts, self._cancel = steps, list(texts), cancel
-        self._by_seq = {text.seq: text for text in self._texts}
-        # Another thread may close it while this one is in a step: the step then ends it.
-        self._running, self._closing = threading.RLock(), False
+        self._going = {text.seq: text for text in self._texts}  # that have not ended
+        # Another thread, or a step's own callbacks, may close it within a step, which then ends it.
+        self._running, self._closing = threading.Lock(), False
 
     def _next(self) -> list[StepResult]:
         """One step; empty once all have ended."""
         with self._running:
             results = self._step()
-            if self._closing:
-                self._stop()
-            return results
+        if self._closing:  # whoever closed it could not wait
+            self.close()
+        return results
 
     def _step(self) -> list[StepResult]:
-        if not self._open():
+        if not self._going:
             return []
         if self._closing or (self._cancel is not None and self._cancel.is_set()):
             self._stop()
@@ -80,23 +80,20 @@ class _Running:
                 self._end("cancelled")
             raise
         for result in results:
-            self._by_seq[result.seq].add(result)
+            self._going[result.seq].add(result)
         ended = [result for result in results if result.finish is not None]
-        if len(ended) == len(self._open()):
+        if len(ended) == len(self._going):
             next(self._steps, None)  # runs the generator to its end, which frees the caches
         for result in ended:
-            self._by_seq[result.seq].end(result.finish or "")
+            self._going.pop(result.seq).end(result.finish or "")
         return results
 
-    def _open(self) -> list[Text]:
-        return [text for text in self._texts if text.result is None]
-
     def _end(self, reason: str) -> None:
-        for text in self._texts:
-            text.end(reason)
+        while self._going:
+            self._going.popitem()[1].end(reason)
 
     def _stop(self) -> None:
-        if self._open():
+        if self._going:
             self._steps.close()
             self._end("cancelled")
 
@@ -162,23 +159,30 @@ class Batch(_Running, Iterator[tuple[int, str]]):
     def __init__(self, steps: Steps, texts: Sequence[Text], cancel: threading.Event | None):
         super().__init__(steps, texts, cancel)
         self._pieces: deque[tuple[int, str]] = deque()
+        self._numbers = {text.seq: i for i, text in enumerate(self._texts)}
+        self._grown: set[int] = set()  # numbers of those with steps since `take`
 
     def __next__(self) -> tuple[int, str]:
         while not self._pieces:
-            if not self._open():
+            if not self._going:
                 raise StopIteration
-            self._next()
+            self.step()
             self._pieces.extend(self.take())
         return self._pieces.popleft()
 
     def take(self) -> list[tuple[int, str]]:
         """The texts that became safe to show and were not taken yet, for callers of `step`."""
-        pieces = ((i, text.stopper.take()) for i, text in enumerate(self._texts))
+        grown, self._grown = sorted(self._grown), set()
+        if not self._going:  # what was held back comes out, wherever it was
+            grown = list(range(len(self._texts)))
+        pieces = ((i, self._texts[i].stopper.take()) for i in grown)
         return [(i, piece) for i, piece in pieces if piece]
 
     def step(self) -> list[StepResult]:
         """One step of those that run, or one's pass over its prompt; empty once all have ended."""
-        return self._next()
+        results = self._next()
+        self._grown.update(self._numbers[result.seq] for result in results)
+        return results
 
     @property
     def results(self) -> list[Result]:

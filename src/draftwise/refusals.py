@@ -154,6 +154,8 @@ def _refused(
         or bool(config.is_assistant),
         f"{mode.replace('_', ' ')}: {_OTHER}": mode not in ("greedy_search", "sample"),
         f"{', '.join(alone)} for several prompts: call it once for each": bool(alone),
+        "a streamer for several prompts: their texts end apart, call it once for each": len(ids) > 1
+        and given.get("streamer") is not None,
         "synced_gpus: one process runs the model": bool(given.get("synced_gpus")),
         f"{', '.join(later)}: not known to this version of Draftwise": bool(later),
     }

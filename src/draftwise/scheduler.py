@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections import deque
 from contextlib import ExitStack
 
+import numpy as np
+
 from .core import Request, SeqId, StepResult, UsageError
 from .engines.base import PREFILL_CHUNK
 from .run import Parts, Run
@@ -26,7 +28,8 @@ BATCH_SIZE = 8
 
 
 def check_size(size: object) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+    whole = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
+    if not whole or size < 1:  # type: ignore[operator]
         raise UsageError(f"batch_size must be a whole number of at least 1, not {size!r}")
 
 

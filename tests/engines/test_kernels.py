@@ -130,6 +130,34 @@ def test_without_a_gain_the_weights_stay(monkeypatch: pytest.MonkeyPatch) -> Non
         assert model.note is None  # nobody asked for them by name
 
 
+def test_a_layer_that_cannot_be_packed_leaves_all_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, tokens = tiny_model("llama", tie_word_embeddings=True), random_ids(5, seed=2)
+    before, real, left = logits(model, tokens), prepacked._reorder, [30]
+
+    def flaky(weight: torch.Tensor) -> torch.Tensor:
+        left[0] -= 1
+        if not left[0]:
+            raise RuntimeError("no memory\nand more")
+        packed: torch.Tensor = real(weight)
+        return packed
+
+    monkeypatch.setattr(prepacked, "_reorder", flaky)
+    with Model(model, None, kernels="prepacked") as made:
+        assert made.note == "kernels prepacked are not used: RuntimeError: no memory"
+    assert left[0] <= 0 and not prepacked.is_prepacked(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    np.testing.assert_array_equal(logits(model, tokens), before)
+
+
+@pytest.mark.parametrize("least", [1, 4])
+def test_no_rows_are_no_rows(least: int) -> None:
+    layer = prepacked.Prepacked(torch.nn.Linear(24, 7), least=least)
+    with torch.inference_mode():
+        assert layer(torch.zeros(0, 24)).shape == (0, 7)
+
+
 def test_a_callers_model_is_left_alone() -> None:
     model = tiny_model("llama")
     with Model(model, None):
@@ -239,6 +267,12 @@ def test_compiled_kernels_that_gain_are_used_and_give_the_same_text(
         engine: Any = made.engine
         assert engine._compiled.runs
     torch.compiler.reset()
+
+
+def test_a_context_that_is_too_short_is_not_compiled() -> None:
+    model = tiny_model("gpt2", max_position_embeddings=66)
+    engine = TransformersEngine(model, kernels="compiled")
+    assert "too short" in engine.kernels.left_out["compiled"] and engine._compiled is None
 
 
 def test_kernels_are_chosen_once_for_models_that_share_weights() -> None:

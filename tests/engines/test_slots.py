@@ -5,7 +5,9 @@ The reference is one forward over a path without any cache.
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from conftest import NO_TREES, TREES, VOCABULARY, random_ids, shared_model
+from conftest import NO_TREES, TREES, VOCABULARY, random_ids, shared_model, tiny_model
 from draftwise.engines import slots
 from draftwise.engines.base import PrefillChunk, Verify
 from draftwise.engines.transformers import TransformersEngine
@@ -105,12 +107,68 @@ def test_the_same_sequences_are_not_copied_again_until_they_outgrow_their_room(
         for seq, t in zip(texts, tokens, strict=True):
             engine.commit(seq, range(10))
             texts[seq] += t
-        moves += not groups or groups[-1] is not engine._group
-        groups.append(engine._group)
+        moves += not groups or groups[-1] is not engine._groups._groups[-1]
+        groups.append(engine._groups._groups[-1])
     assert 1 <= moves <= 2 < slots.BLOCK
     for seq, text in texts.items():
         rows = engine.forward([Verify(seq, (5,))])[0]
         np.testing.assert_allclose(rows.row(0), logits_of(model, [*text, 5]), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("away", [[1], [1, 2], [0], [3], [0, 1], [0, 3]])
+def test_those_that_stay_away_for_a_while_are_neither_copied_nor_changed(
+    model: PreTrainedModel, away: list[int]
+) -> None:
+    engine, dice = TransformersEngine(model), random.Random(4)
+    texts = {seq: random_ids(n, seed=seq) for seq, n in enumerate((1, 40, 7, 19))}
+    start(engine, texts)
+    step(model, engine, texts, [0, 1, 2, 3], dice)
+    (group,) = engine._groups._groups
+    for _ in range(3):
+        step(model, engine, texts, [seq for seq in texts if seq not in away], dice)
+        step(model, engine, texts, [3, 1, 0, 2], dice)
+    assert engine._groups._groups == [group]
+
+
+def test_a_full_context_may_stay_away() -> None:
+    model = tiny_model("gpt2", max_position_embeddings=16)
+    engine = TransformersEngine(model)
+    texts = {seq: random_ids(n, seed=seq) for seq, n in enumerate((3, 15, 4))}
+    start(engine, texts)
+    engine.forward([Verify(seq, (7,)) for seq in texts])
+    for seq, text in texts.items():
+        engine.commit(seq, (0,))
+        text.append(7)
+    for rows, text in zip(
+        engine.forward([Verify(0, (8,)), Verify(2, (9,))]),
+        ([*texts[0], 8], [*texts[2], 9]),
+        strict=True,
+    ):
+        np.testing.assert_allclose(rows.row(0), logits_of(model, text), atol=TOLERANCE)
+
+
+def test_batches_that_take_turns_are_not_copied_each_time(model: PreTrainedModel) -> None:
+    engine, dice = TransformersEngine(model), random.Random(6)
+    texts = {seq: random_ids(5 + seq, seed=seq) for seq in range(5)}
+    start(engine, texts)
+    seen = []
+    for _ in range(3):
+        step(model, engine, texts, [0, 1], dice)
+        step(model, engine, texts, [2, 3, 4], dice)
+        seen.append(list(engine._groups._groups))
+    assert len(seen[0]) == 2 and seen[0] == seen[1] == seen[2]
+
+
+def test_nothing_of_a_batch_stays_when_it_is_over(model: PreTrainedModel) -> None:
+    engine, texts = TransformersEngine(model), {0: random_ids(9, seed=0), 1: random_ids(3, seed=1)}
+    start(engine, texts)
+    engine.forward([Verify(0, (4,)), Verify(1, (4,))])
+    gone = [weakref.ref(states) for s in engine._groups._groups[0]._layers if s for states in s]
+    assert gone
+    engine.close(0)
+    engine.close(1)
+    gc.collect()
+    assert not any(states() is not None for states in gone)
 
 
 def test_a_sequence_kept_for_a_next_turn_is_not_written_over(model: PreTrainedModel) -> None:

@@ -242,6 +242,22 @@ def test_rows_between_forward_and_commit_are_not_kept(chain_model: PreTrainedMod
     np.testing.assert_allclose(rows.row(0), reference(chain_model, text)[-1], atol=TOLERANCE)
 
 
+def test_a_cache_that_a_broken_forward_left_uneven_is_not_kept() -> None:
+    model = tiny_model("llama")
+    engine, prompt = TransformersEngine(model), [1, 2, 3, 4]
+    prefill(engine, 0, prompt)
+
+    def broken(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_pre_hook(broken)
+    with pytest.raises(KeyboardInterrupt):
+        engine.forward([Verify(0, (5,))])
+    handle.remove()
+    engine.close(0, keep=True)
+    assert engine.open(1, [*prompt, 5, 6]) == 0
+
+
 def test_models_that_cannot_roll_back_say_so_and_refuse(plain_model: PreTrainedModel) -> None:
     engine = TransformersEngine(plain_model)
     assert engine.caps.rollback == "none"
@@ -420,6 +436,12 @@ def test_a_call_leaves_the_model_and_its_configs_as_they_were(any_model: PreTrai
     weights, same = before.pop("weights"), after.pop("weights")
     assert before == after
     assert all(torch.equal(weights[k], same[k]) for k in weights | same)
+
+
+def test_a_model_with_a_kind_of_cache_of_its_own_is_refused() -> None:
+    with pytest.raises(UsageError, match="no cache of the usual kind: MiniMax") as caught:
+        Model(tiny_model("minimax"), None)
+    assert "\n" not in str(caught.value)
 
 
 def test_encoder_decoder_models_are_refused() -> None:

@@ -74,7 +74,11 @@ def _rollback(
         return logits
 
     cache = new_cache(model, False)
-    logits = run(cache)
+    try:
+        logits = run(cache)
+    except ValueError as error:  # such as minimax's, whose cache is a class of its own
+        reason = str(error).strip().partition("\n")[0]
+        raise UsageError(f"this model takes no cache of the usual kind: {reason}") from error
     full = {type(layer).__name__ for layer in cache.layers} == {"DynamicLayer"}
     croppable = bool(cache.is_croppable) and cache.get_seq_length() == len(tokens)
     in_place = full and croppable and _appends(model, run, logits)

@@ -23,6 +23,7 @@ import torch
 GAIN = 1.03
 LEAST = 2  # rows of a compiled forward
 WIDTHS = (LEAST, 8)  # that are timed
+HELD = 64  # tokens before them
 Forward = Callable[..., Any]
 
 

@@ -58,7 +58,12 @@ def choose(model: PreTrainedModel, kernels: str) -> Kernels:
     if kernels == "eager":
         return made
     before = _logits(model)
-    reason = prepacked.prepack(model)
+    try:
+        reason = prepacked.prepack(model)
+    except Exception as error:  # a form of weights that oneDNN does not take, or no memory
+        prepacked.restore(model)
+        first, *_ = str(error).strip().split("\n")
+        reason = f"{type(error).__name__}: {first}"
     if reason is None and not _alike(model, before):
         prepacked.restore(model)
         reason = "this model computes something else with them"

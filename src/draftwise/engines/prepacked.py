@@ -59,7 +59,7 @@ class Prepacked(nn.Module):
 
     def product(self, states: torch.Tensor) -> torch.Tensor:
         rows = states.numel() // self.in_features
-        if rows >= self.least:
+        if rows >= self.least or not rows:  # no token went to an expert
             whole: torch.Tensor = self._product(states, self._packed, self.bias, "none", [], "")
             return whole
         flat = nn.functional.pad(states.reshape(rows, -1), (0, 0, 0, self.least - rows))
@@ -78,10 +78,12 @@ class Prepacked(nn.Module):
 
     def linear(self) -> nn.Linear:
         """The layer as it was."""
-        weight = self._packed.to_dense() if self.weight is None else self.weight
         linear = nn.Linear(1, 1, bias=False, device="meta")
         linear.in_features, linear.out_features = self.in_features, self.out_features
-        linear.weight = nn.Parameter(weight, requires_grad=False)
+        if isinstance(self.weight, nn.Parameter):  # the embedding's very own
+            linear.weight = self.weight
+        else:
+            linear.weight = nn.Parameter(self._packed.to_dense(), requires_grad=False)
         linear.bias = None if self.bias is None else nn.Parameter(self.bias, requires_grad=False)
         return linear
 

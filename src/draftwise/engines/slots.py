@@ -7,10 +7,11 @@ every token; cropping and moving kept rows change the view alone.
 A batched forward needs the rows of its sequences in one tensor. `Group` allots a storage
 [sequences, heads, capacity, size] a layer, copies each cache in once, and binds the sequences' rows
 to it as views: whatever a sequence does alone afterwards happens in the group's storage. As long as
-the same sequences come back, nothing is copied again. Rows hold different numbers of tokens, so
+the same sequences come back, nothing is copied again; where some of them stay away, their places
+between the others run a token along that nobody sees. Rows hold different numbers of tokens, so
 each one's new keys are written behind its own, and a mask hides what lies behind them.
 
-Cost: O(new tokens) a forward; one copy of all caches when a sequence joins, leaves or outgrows the
+Cost: O(new tokens) a forward; one copy of all caches when a sequence joins, ends or outgrows the
 capacity. Lossless: what a row attends to is exactly what its sequence holds (tests compare every
 row with its own uncached forward).
 """
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
+IDLE = 8  # places of others that a forward may run along: a copy of all caches costs more
 BLOCK = 256  # capacity grows by a half, in blocks of so many tokens
 
 
@@ -82,8 +84,7 @@ class _Together(DynamicLayer):
         super().__init__()
         self.is_initialized = True
         self.keys, self.values = (room[..., :length, :] for room in storage)
-        self._which = torch.arange(len(at), device=at.device)[:, None]
-        self._at = at
+        self._at, self._which = at, torch.arange(len(at), device=at.device)[:, None]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -96,10 +97,10 @@ class _Together(DynamicLayer):
 class Group:
     """The storage of some sequences' caches, in this order."""
 
-    def __init__(self, caches: Sequence[Any], tokens: int):
-        """`tokens`: how many each must have room for."""
-        self._caches = list(caches)
-        capacity = _capacity(tokens)
+    def __init__(self, caches: Sequence[Any], new: int):
+        """`new`: tokens that each must have room for, beside those it holds."""
+        self.caches = list(caches)
+        capacity = _capacity(max(map(held, caches)) + new)
         self._layers: list[list[torch.Tensor] | None] = []
         for rows in zip(*(cache.layers for cache in caches), strict=True):
             if not rows[0].is_initialized:  # layers that use another's keys
@@ -115,35 +116,77 @@ class Group:
                 row.bind([room[i : i + 1] for room in storage])
             self._layers.append(storage)
 
-    def holds(self, caches: Sequence[Any], tokens: int) -> bool:
-        """Whether these are its caches, in their places, with room for so many tokens each."""
-        if len(caches) != len(self._caches):
-            return False
-        if any(one is not other for one, other in zip(caches, self._caches, strict=True)):
-            return False
-        for i, storage in enumerate(self._layers):
-            if storage is not None:
-                rows = [cache.layers[i].storage[0] for cache in caches]
-                # A cache that outgrew the capacity alone has moved out.
-                return storage[0].shape[-2] >= tokens and all(
-                    row.data_ptr() == room.data_ptr()
-                    for row, room in zip(rows, storage[0], strict=True)
-                )
-        return True
+    def span(self, caches: Sequence[Any], new: int) -> range | None:
+        """The places from the first to the last of these caches, if they lie here with room for
+        `new` tokens in each place, and not many places between them are others'."""
+        places = [self._place(cache) for cache in caches]
+        if min(places, default=-1) < 0:
+            return None
+        span = range(min(places), max(places) + 1)
+        storage = next((s for s in self._layers if s is not None), None)
+        if storage is None or len(span) > len(caches) + IDLE:
+            return None
+        rooms = [held(self.caches[i]) + new <= storage[0].shape[-2] for i in span]
+        return span if all(rooms) and all(map(self._here, span)) else None
 
-    def layers(self, held: Sequence[int], new: int) -> list[DynamicLayer]:
-        """The layers of a forward that appends `new` tokens to each."""
-        device = next(s for s in self._layers if s is not None)[0].device
-        at = torch.tensor(held)[:, None] + torch.arange(new)[None]
-        at, length = at.to(device), max(held) + new
-        return [
-            DynamicLayer() if storage is None else _Together(storage, at, length)
-            for storage in self._layers
-        ]
+    def _place(self, cache: Any) -> int:
+        return next((i for i, one in enumerate(self.caches) if one is cache), -1)
 
-    def show(self, held: Sequence[int]) -> None:
-        """Lets each sequence see so many of the tokens in its place."""
-        for cache, tokens in zip(self._caches, held, strict=True):
-            for row in cache.layers:
-                if row.is_initialized:
-                    row.show(tokens)
+    def _here(self, place: int) -> bool:
+        """Whether this cache is where it was put: one that outgrew the capacity has moved out."""
+        rows = zip(self.caches[place].layers, self._layers, strict=True)
+        return all(
+            row.storage[0].data_ptr() == room[0][place].data_ptr() for row, room in rows if room
+        )
+
+    def layers(self, span: range, new: int) -> list[DynamicLayer]:
+        """The layers of a forward that appends `new` tokens to each in these places."""
+        before = [held(self.caches[i]) for i in span]
+        at = torch.tensor(before)[:, None] + torch.arange(new)[None]
+        made: list[DynamicLayer] = []
+        for storage in self._layers:
+            if storage is None:
+                made.append(DynamicLayer())
+                continue
+            at = at.to(storage[0].device)  # copies only where layers are on several devices
+            rows = [states[span.start : span.stop] for states in storage]
+            made.append(_Together(rows, at, max(before) + new))
+        return made
+
+
+class Groups:
+    """Those in use; a cache is in one of them at most, and none is held for a closed sequence."""
+
+    def __init__(self) -> None:
+        self._groups: list[Group] = []
+
+    def of(self, caches: Sequence[Any], new: int) -> tuple[Group, range]:
+        """A group with room for `new` tokens in each of these caches, and which of its places a
+        forward is to run: what others hold between them is left as it is."""
+        for group in self._groups:
+            span = group.span(caches, new)
+            if span is not None:
+                return group, span
+        for cache in caches:
+            self.leave(cache)
+        self._groups.append(Group(caches, new))
+        return self._groups[-1], range(len(caches))
+
+    def leave(self, cache: Any) -> None:
+        """Drops the group of a cache, if it has one: the others move when they next meet."""
+        self._groups = [g for g in self._groups if all(one is not cache for one in g.caches)]
+
+    def clear(self) -> None:
+        self._groups = []
+
+
+def held(cache: Any) -> int:
+    """Tokens in a cache of rows."""
+    return next((int(r.keys.shape[-2]) for r in cache.layers if r.is_initialized), 0)
+
+
+def show(cache: Any, tokens: int) -> None:
+    """Lets a sequence see so many of the tokens in its place."""
+    for row in cache.layers:
+        if row.is_initialized:
+            row.show(tokens)

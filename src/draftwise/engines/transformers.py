@@ -30,7 +30,7 @@ from . import prepacked, quantised, recurrent, slots, trees
 from .abilities import new_cache, tried_out
 from .base import PREFILL_CHUNK, Caps, PrefillChunk, Rows, Shape, Verify
 from .compiled import GAIN as COMPILED_GAIN
-from .compiled import LEAST, Compiled, gain
+from .compiled import HELD, LEAST, WIDTHS, Compiled, gain
 from .kernels import choose
 from .rows import Logits, TensorRows
 
@@ -56,6 +56,7 @@ class _Sequence:
         self.pending = 0
         self.parents: tuple[int, ...] = ()
         self.recording = False
+        self.whole = True  # no forward was broken off, which leaves layers of different lengths
         self.refeed: recurrent.Refeed | None = None
 
 
@@ -78,7 +79,7 @@ class TransformersEngine:
         self._model = weakref.ref(model) if borrowed else lambda: model
         self._sequences: dict[SeqId, _Sequence] = {}
         self._kept: _Sequence | None = None
-        self._group: slots.Group | None = None
+        self._groups = slots.Groups()
         self._heads: dict[int, prepacked.Prepacked] = {}  # for some of the ids
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
@@ -128,7 +129,10 @@ class TransformersEngine:
             return
         with self._weights() as model:
             compiled = Compiled(model.forward)
-        self.blank(-1, 64)
+        if self.caps.context is not None and self.caps.context < HELD + max(WIDTHS):
+            self.kernels.without("compiled", "this model's context is too short to try it out")
+            return
+        self.blank(-1, HELD)
 
         def run(width: int, with_compiled: bool) -> None:
             self._compiled = compiled if with_compiled else None
@@ -277,24 +281,31 @@ class TransformersEngine:
             if branches:
                 self._check_branches(s)
         caches = [s.cache for s in sequences]
-        held = [len(s.tokens) for s in sequences]
         width = max(width, *(max(w.width, len(w.tokens)) for w in work))
-        if self._group is None or not self._group.holds(caches, max(held) + width):
-            self._group = slots.Group(caches, max(held) + width)
-        parents = [w.parents or tuple(range(len(w.tokens) - 1)) for w in work]
-        rows = [w.tokens + (0,) * (width - len(w.tokens)) for w in work]
+        group, span = self._groups.of(caches, width)
+        members = [group.caches[i] for i in span]
+        at = {id(cache): i for i, cache in enumerate(members)}
+        nodes: list[Sequence[int]] = [()] * len(members)
+        rows = [(0,) * width] * len(members)
+        for w, cache in zip(work, caches, strict=True):
+            rows[at[id(cache)]] = w.tokens + (0,) * (width - len(w.tokens))
+            nodes[at[id(cache)]] = w.parents or range(len(w.tokens) - 1)
         with self._weights() as model:
             cache = self._new_cache()
-            cache.layers = self._group.layers(held, width)
-            inputs = trees.inputs(parents, width, held, model.dtype, model.device)
+            cache.layers = group.layers(span, width)
+            held = [slots.held(member) for member in members]
+            inputs = trees.inputs(nodes, width, held, model.dtype, model.device)
+            if self.caps.context is not None:  # who only runs along may have filled it
+                inputs["position_ids"].clamp_(max=self.caps.context - 1)
             first = work[0].ids if len({w.ids for w in work}) == 1 else 0
             logits = self._logits(rows, cache, width, first, inputs)
         for w, s, branches in zip(work, sequences, branching, strict=True):
             s.tokens.extend(w.tokens)
             s.pending, s.recording = s.pending + len(w.tokens), True
             s.parents = w.parents if branches else ()
-        self._group.show([len(s.tokens) for s in sequences])
-        return [TensorRows(logits, i, len(w.tokens)) for i, w in enumerate(work)]
+            slots.show(s.cache, len(s.tokens))
+        places = [at[id(cache)] for cache in caches]
+        return [TensorRows(logits, i, len(w.tokens)) for i, w in zip(places, work, strict=True)]
 
     def _run(
         self,
@@ -310,7 +321,9 @@ class TransformersEngine:
         if (self._can.positions or self._shifts) and tree is None:
             held = len(sequence.tokens)
             tree = {"position_ids": recurrent.positions(held, len(tokens), self._device)}
+        sequence.whole = False
         logits = self._logits([tokens], sequence.cache, rows, first, tree)
+        sequence.whole = True
         sequence.tokens.extend(tokens)
         sequence.pending += len(tokens)
         return logits
@@ -419,6 +432,8 @@ class TransformersEngine:
         sequence = self._sequences.pop(seq, None)
         if sequence is None:
             return
+        self._groups.leave(sequence.cache)
+        keep = keep and sequence.whole
         if keep and sequence.pending:
             # Stopped between forward and commit: those rows are not text.
             keep = sequence.refeed.revocable if sequence.refeed else self.caps.rollback == "free"
@@ -463,6 +478,7 @@ class TransformersEngine:
 
     def free(self) -> None:
         self._sequences.clear()
-        self._kept = self._group = self._compiled = None
+        self._groups.clear()
+        self._kept = self._compiled = None
         self._heads.clear()
         self._model = lambda: None
