@@ -451,6 +451,13 @@ def test_generate_refuses_what_it_does_not_know(llama: PreTrainedModel) -> None:
         draftwise.generate(llama, None, "text")
 
 
+@pytest.mark.parametrize("name", ["batch_size", "cancel", "reuse", "trace"])
+def test_what_a_model_of_ours_alone_takes_is_refused(llama: PreTrainedModel, name: str) -> None:
+    options: dict[str, Any] = {name: 2}
+    with pytest.raises(UsageError, match=rf"does not take {name}: draftwise.Model\("):
+        draftwise.generate(llama, None, [[1], [2]], **options)
+
+
 def test_the_hooks_documentation_states_its_limits() -> None:
     said = " ".join((draftwise.hooks.__doc__ or "").split())
     assert "`stop_strings` raise" in said

@@ -49,6 +49,7 @@ from .result import Result
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+ONLY_MODEL = frozenset(["batch_size", "cancel", "reuse", "trace"])
 _wrapped: weakref.WeakKeyDictionary[Any, tuple[Model, Any]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -132,6 +133,10 @@ def generate(
     prompt ids, then new ids as they are committed, then `end()`. A list of prompts gives a list of
     Results (see Model.stream_batch), without a streamer.
     """
+    for name in ONLY_MODEL.intersection(sampling):
+        raise UsageError(
+            f"draftwise.generate does not take {name}: draftwise.Model(model, tokenizer) does"
+        )
     several = is_batch(prompt)
     prompts = list(prompt) if several else [prompt]
     # Of one prompt, a list is no list of options.

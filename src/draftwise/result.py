@@ -6,8 +6,9 @@ prefill left out; `tokens_per_second` is over decode seconds, which hold everyth
 first token, draft prefill included. Time to first token is apart.
 
 The texts of a batch share seconds: each counts those of every step that it took part in, so that
-its speed is what its reader sees, and a batch's is the sum of its texts' while they all run. What
-others took to read their prompts is in nobody's.
+its speed is what its reader sees, and a batch's is the sum of its texts' while they all run. Where
+an engine runs them one after another, each counts its own steps, not those of the others between
+them. What others took to read their prompts is in nobody's.
 """
 
 from __future__ import annotations

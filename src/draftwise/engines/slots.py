@@ -163,21 +163,23 @@ class Groups:
     def of(self, caches: Sequence[Any], new: int) -> tuple[Group, range]:
         """A group with room for `new` tokens in each of these caches, and which of its places a
         forward is to run: what others hold between them is left as it is."""
-        for group in self._groups:
+        for group in list(self._groups):
             span = group.span(caches, new)
             if span is not None:
                 return group, span
         for cache in caches:
             self.leave(cache)
-        self._groups.append(Group(caches, new))
-        return self._groups[-1], range(len(caches))
+        made = Group(caches, new)
+        self._groups.append(made)
+        return made, range(len(caches))
 
     def leave(self, cache: Any) -> None:
         """Drops the group of a cache, if it has one: the others move when they next meet."""
-        self._groups = [g for g in self._groups if all(one is not cache for one in g.caches)]
+        # In place: the collector may close an abandoned sequence in the midst of `of`.
+        self._groups[:] = [g for g in self._groups if all(one is not cache for one in g.caches)]
 
     def clear(self) -> None:
-        self._groups = []
+        self._groups.clear()
 
 
 def held(cache: Any) -> int:
