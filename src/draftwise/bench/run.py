@@ -171,7 +171,14 @@ def _load(options: BenchOptions, console: Console) -> Loaded:
     ours = _read(options, console)
     # Weights that Draftwise re-lays for itself would make transformers' methods faster, too.
     apart = options.kernels != "eager" and any(m in HF for m in options.methods)
-    return replace(ours, theirs=_read(options, console)) if apart else ours
+    if not apart:
+        return ours
+    theirs = _read(options, console)
+    for model in (theirs.target, theirs.draft):
+        # Ours are copies in memory by now; a file's mapping may be paged out while others run.
+        for parameter in model.parameters() if model is not None else ():
+            parameter.data = parameter.data.clone()
+    return replace(ours, theirs=theirs)
 
 
 def _read(options: BenchOptions, console: Console) -> Loaded:
