@@ -9,6 +9,7 @@ import gc
 import random
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -199,14 +200,19 @@ def test_a_prefill_beside_running_sequences_leaves_them_alone(model: PreTrainedM
 def test_rows_that_hide_nothing_show(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: with keys written behind the longest sequence, shorter ones are off."""
+    """The control: with keys written one place too far, what a sequence sees is off."""
     engine, dice = TransformersEngine(model), random.Random(1)
     texts = {0: random_ids(4, seed=0), 1: random_ids(30, seed=1)}
     start(engine, texts)
     layers = slots.Group.layers
-    monkeypatch.setattr(
-        slots.Group, "layers", lambda self, held, new: layers(self, [max(held)] * len(held), new)
-    )
+
+    def too_far(self: slots.Group, span: range, new: int) -> list[Any]:
+        made: list[Any] = layers(self, span, new)
+        for layer in made:
+            layer._at = (layer._at + 1).clamp(max=layer.keys.shape[-2] - 1)
+        return made
+
+    monkeypatch.setattr(slots.Group, "layers", too_far)
     with pytest.raises(AssertionError):
         step(model, engine, texts, [0, 1], dice)
 

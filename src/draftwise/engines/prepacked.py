@@ -35,6 +35,19 @@ _NUMBERS = itertools.count()
 _LAYERS: WeakValueDictionary[int, Prepacked] = WeakValueDictionary()
 
 
+# Looked up when called, since some builds of torch have no such operators.
+
+
+def _reorder(weight: torch.Tensor) -> torch.Tensor:
+    ordered: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return ordered
+
+
+def _product(states: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(states, packed, bias, "none", [], "")
+    return made
+
+
 class Prepacked(nn.Module):
     """A linear layer without gradients; `weight`, where it is kept, is the matrix as it was, and
     fewer rows than `least` are padded up to it."""
@@ -45,9 +58,7 @@ class Prepacked(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = weight
         self.bias = None if linear.bias is None else linear.bias.detach()
-        # Looked up here and not at import, since some builds of torch have no such operators.
-        self._product: Any = torch.ops.mkldnn._linear_pointwise
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+        self._packed = _reorder(linear.weight.detach())
         self._number = next(_NUMBERS)
         _LAYERS[self._number] = self
 
@@ -60,10 +71,9 @@ class Prepacked(nn.Module):
     def product(self, states: torch.Tensor) -> torch.Tensor:
         rows = states.numel() // self.in_features
         if rows >= self.least or not rows:  # no token went to an expert
-            whole: torch.Tensor = self._product(states, self._packed, self.bias, "none", [], "")
-            return whole
+            return _product(states, self._packed, self.bias)
         flat = nn.functional.pad(states.reshape(rows, -1), (0, 0, 0, self.least - rows))
-        padded: torch.Tensor = self._product(flat, self._packed, self.bias, "none", [], "")
+        padded = _product(flat, self._packed, self.bias)
         return padded[:rows].reshape(*states.shape[:-1], self.out_features)
 
     def first(self, ids: int) -> Prepacked | None:
