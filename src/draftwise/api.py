@@ -38,7 +38,7 @@ from .decode import Parts, decode_batch
 from .drafters import REGISTRY as DRAFTERS
 from .drafters import Drafter
 from .drafters.model import ModelDrafter
-from .engines.base import Engine, sweep
+from .engines.base import Engine, sweep, sweep_batches
 from .engines.transformers import TransformersEngine
 from .intake import Intake, Wish, eos_ids
 from .memory import DraftMemory, parse_size, release
@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 
 DEFAULT_DRAFTERS = ("lookup", "suffix", "recycling")
 # Seconds that measuring the cost curve may take when none is stored: together under 5 at load.
-SWEEP_TARGET, SWEEP_DRAFT = 2.2, 0.8
+SWEEP_TARGET, SWEEP_DRAFT = 1.9, 0.7
+SWEEP_BATCHES = 0.7  # of that once more
 
 
 class Model:
@@ -165,6 +166,9 @@ class Model:
         points: list[Any] = []
         if engine.caps.rollback != "none":
             sweep(engine, budget, lambda s, seconds: points.append((s, seconds)), ids=ids)
+        if engine.caps.batch == "padded" and points:
+            share = budget * SWEEP_BATCHES
+            sweep_batches(engine, share, lambda s, seconds: points.append((s, seconds)), ids)
         curve = CostCurve(points)
         if self._store and curve.measured:
             self._store.save(engine.name, curve)

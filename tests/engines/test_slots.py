@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from conftest import NO_TREES, TREES, VOCABULARY, random_ids, shared_model, tiny_model
 from draftwise.engines import slots
-from draftwise.engines.base import PrefillChunk, Verify
+from draftwise.engines.base import BATCHES, PrefillChunk, Verify, sweep_batches
 from draftwise.engines.transformers import TransformersEngine
 
 TOLERANCE = 1e-4
@@ -270,3 +270,14 @@ def test_a_sequence_that_is_still_empty_runs_beside_others(model: PreTrainedMode
     for rows, w, text in zip(engine.forward(work), work, ends, strict=True):
         row = rows.row(len(w.tokens) - 1)
         np.testing.assert_allclose(row, logits_of(model, text), atol=TOLERANCE)
+
+
+def test_forwards_of_several_sequences_are_timed_and_nothing_stays_open(
+    llama: PreTrainedModel,
+) -> None:
+    engine, points = TransformersEngine(llama), []
+    sweep_batches(engine, 60.0, lambda shape, seconds: points.append((shape, seconds)))
+    assert {(s.batch, s.width) for s, _ in points} == {(b, w) for b in BATCHES for w in (1, 4)}
+    assert all(seconds > 0 for _, seconds in points)
+    assert not engine._sequences and not engine._groups._groups
+    sweep_batches(engine, 0.0, lambda *point: pytest.fail("no time was given"))

@@ -152,6 +152,7 @@ class Engine(Protocol):
 PREFILL_CHUNK = 2048
 UNFED = 12  # with more unfed rows than this, a plain step feeds them all
 PASSES = 3
+BATCHES, BATCH_WIDTHS, SHORT = (4, 8), (1, 4), 16
 WIDTHS = (1, 16, 4, 2, 8, 32, 64)  # the first two tell how steep the curve is
 
 
@@ -184,6 +185,35 @@ def sweep(
         report(shape, seconds)
 
 
+def sweep_batches(
+    engine: Engine, budget: float, report: Callable[[Shape, float], None], ids: int = 0
+) -> None:
+    """Times forwards of several short sequences, as far as `budget` seconds go: what they cost
+    does not follow from their rows alone, since each attends to a context of its own."""
+    deadline = time.perf_counter() + budget
+    best: dict[Shape, float] = {}
+    for _ in range(PASSES):
+        for batch in BATCHES:
+            seqs = [-1 - i for i in range(batch)]
+            try:
+                if not all(engine.blank(seq, SHORT) for seq in seqs):
+                    return
+                for width in BATCH_WIDTHS:
+                    shape = engine.shape([width] * batch, [SHORT] * batch)
+                    if time.perf_counter() + best.get(shape, 0.0) > deadline:
+                        break
+                    _timed(engine, seqs, width, ids)  # copies the caches into one place
+                    seconds = _timed(engine, seqs, width, ids)
+                    best[shape] = min(seconds, best.get(shape, seconds))
+            finally:
+                for seq in seqs:
+                    engine.close(seq)
+    for shape, seconds in best.items():
+        # A width alone would say that rows cost nothing.
+        if all(shape._replace(width=width) in best for width in BATCH_WIDTHS):
+            report(shape, seconds)
+
+
 def _pass(
     engine: Engine,
     context: int,
@@ -204,16 +234,18 @@ def _pass(
         for width in widths:
             if time.perf_counter() + 1.5 * seconds > deadline and width not in needed:
                 return
-            seconds = _timed(engine, seq, width, ids)
+            seconds = _timed(engine, [seq], width, ids)
             yield engine.shape([width], [held]), seconds
     finally:
         engine.close(seq)
 
 
-def _timed(engine: Engine, seq: SeqId, width: int, ids: int) -> float:
+def _timed(engine: Engine, seqs: Sequence[SeqId], width: int, ids: int) -> float:
     start = time.perf_counter()
-    rows = engine.forward([Verify(seq, (0,) * width, ids=ids)])[0]
-    rows.argmax()
-    # The row of a plain step is always kept, and a recurrent state has no copy of what was before.
-    engine.commit(seq, range(width == 1))
+    for rows in engine.forward([Verify(seq, (0,) * width, ids=ids) for seq in seqs]):
+        rows.argmax()
+    for seq in seqs:
+        # The row of a plain step is always kept, and a recurrent state has no copy of what was
+        # before.
+        engine.commit(seq, range(width == 1))
     return time.perf_counter() - start

@@ -159,7 +159,7 @@ class Auto:
         asks: list[Ask] = []
         risk = 0.0
         for _, offer in offers:
-            if self.guard.allows(risk + offer.risk, whole[1]):
+            if self.guard.allows(risk + offer.risk, whole[1] / size):
                 risk += offer.risk
                 self.asking.begin(offer)
                 asks.append(offer.ask)
@@ -270,7 +270,7 @@ class Auto:
             for state, n, m in zip(states, counts, least, strict=True)
         ]
         risk = self._rows_cost(counts, cost) - cost(size)
-        if not self.guard.allows(risk, cost(size)):
+        if not self.guard.allows(risk, cost(size) / size):
             counts = least
         for i, (n, (_, head)) in enumerate(zip(counts, found, strict=True)):
             if n and drawn[i] is None:

@@ -35,7 +35,8 @@ class Guard:
         self._lost.pop(seq, None)
 
     def allows(self, risk: float, plain_step: float) -> bool:
-        """May a plan be tried that loses `risk` seconds against plain if nothing is accepted?"""
+        """May a plan be tried that loses `risk` seconds against plain if nothing is accepted?
+        `plain_step`: seconds of a plain token, so that a batch has no more grace than one text."""
         # Half of ε is kept back for the grace and for what the meter cannot see (curve noise).
         allowed = (1 + 0.5 * self.epsilon) * self.plain + GRACE_STEPS * plain_step
         return self.spent + risk <= allowed
