@@ -24,6 +24,9 @@ from .stopping import Stopper
 # times as long as the last step's tokens, at least REACH: a copy that goes well is at full length
 # within two steps.
 REACH = 16
+# Runs that share a forward share its rows too: nobody gets many of them, and writing drafts down
+# for each took a sixth of a step (eight texts of SmolLM2).
+SHORT, CROWD = 6, 4
 
 
 @dataclass(frozen=True)
@@ -123,12 +126,13 @@ class Run:
         """Tokens to come; one, and so no draft, where a plain step must feed what is unfed."""
         return 1 if self.unfed > UNFED else self.request.limit - len(self.generated)
 
-    def asks(self) -> list[Ask]:
-        """What retrieval drafters are asked at every step."""
+    def asks(self, batch: int = 1) -> list[Ask]:
+        """What retrieval drafters are asked at every step that so many runs share."""
         if self.wanted < 2:
             return []
-        depth = min(self.wanted - 1, self.reach)
-        return [Ask(self.seq, name, depth, siblings=self.siblings) for name in self._retrieval()]
+        depth = min(self.wanted - 1, max(self.reach // batch, SHORT))
+        siblings = self.siblings if batch < CROWD else 0
+        return [Ask(self.seq, name, depth, siblings=siblings) for name in self._retrieval()]
 
     def continuing(self, draft: Draft) -> list[Ask]:
         """The same, going on from the main chain of a model's draft."""

@@ -34,7 +34,7 @@ def step(parts: Parts, runs: Sequence[Run], unpaid: float = 0.0) -> tuple[list[S
     started = clock() - unpaid
     for run in runs:
         run.meet()
-    free = propose(parts, [ask for run in runs for ask in run.asks()])
+    free = propose(parts, [ask for run in runs for ask in run.asks(len(runs))])
     states = [run.state(tuple(free.get(run.seq, ()))) for run in runs]
     asks = policy.choose(states)
     before_draft = clock()
