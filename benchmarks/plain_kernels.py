@@ -1,6 +1,6 @@
 """Plain decoding under each kind of kernels against transformers' own generate, in one run.
 
-    python benchmarks/plain_kernels.py [--target MODEL] [--kernels eager,prepacked,compiled] [--json FILE]
+    python benchmarks/plain_kernels.py [--target MODEL] [--kernels eager,prepacked] [--json FILE]
 
 Every kind has a copy of the model; prompts are short, texts long, methods interleaved in an order
 that changes. What is compared is the whole call, prompt included, per token: the median over
