@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core import UsageError
+from ..unpack import first_line
 from . import quantised, recurrent, slots, trees
 
 if TYPE_CHECKING:
@@ -77,16 +78,14 @@ def _rollback(
     try:
         logits = run(cache)
     except ValueError as error:  # such as minimax's, whose cache is a class of its own
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         raise UsageError(f"this model takes no cache of the usual kind: {reason}") from error
     full = {type(layer).__name__ for layer in cache.layers} == {"DynamicLayer"}
     croppable = bool(cache.is_croppable) and cache.get_seq_length() == len(tokens)
-    in_place = full and croppable and _appends(model, run, logits)
-    if in_place and trees.possible(model):
-        cache = new_cache(model, True)
-        run(cache)
-        if trees.honoured(model, cache, name, logits):
-            return Abilities("free", True, full, in_place)
+    appended = _appended(model, run, logits) if full and croppable else None
+    in_place = appended is not None
+    if in_place and trees.possible(model) and trees.honoured(model, appended, name, logits):
+        return Abilities("free", True, full, in_place)
     begun = partial(new_cache, model, in_place)
     for given in (False, True) if takes_positions else (False,):
         probe = recurrent.Probe(model, begun, name, logits, given)
@@ -102,10 +101,13 @@ def _rollback(
     return Abilities("none", False, full, in_place, given, one_by_one, RECURRENT)
 
 
-def _appends(
+def _appended(
     model: PreTrainedModel, run: Callable[[Any], torch.Tensor], logits: torch.Tensor
-) -> bool:
-    """Whether the model takes layers that append in place, as it took the library's own."""
+) -> Any:
+    """A cache that appends in place, after `run`; None if the model does not take it as it took the
+    library's own."""
     with contextlib.suppress(Exception):
-        return torch.equal(run(new_cache(model, True)), logits)
-    return False
+        cache = new_cache(model, True)
+        if torch.equal(run(cache), logits):
+            return cache
+    return None

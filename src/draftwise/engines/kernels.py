@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..core import UsageError
+from ..unpack import first_line
 from . import prepacked
 
 if TYPE_CHECKING:
@@ -62,8 +63,7 @@ def choose(model: PreTrainedModel, kernels: str) -> Kernels:
         reason = prepacked.prepack(model)
     except Exception as error:  # a form of weights that oneDNN does not take, or no memory
         prepacked.restore(model)
-        first, *_ = str(error).strip().split("\n")
-        reason = f"{type(error).__name__}: {first}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
     if reason is None and not _alike(model, before):
         prepacked.restore(model)
         reason = "this model computes something else with them"

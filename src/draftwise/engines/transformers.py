@@ -249,7 +249,7 @@ class TransformersEngine:
             sequence.recording = True
         # Padding would be one more thing to take out of a recurrent state.
         width = max(work.width, n) if sequence.refeed is None else n
-        branches = any(parent != i for i, parent in enumerate(work.parents))
+        branches = trees.branches(work.parents)
         tree = None
         if branches:
             self._check_branches(sequence)
@@ -276,7 +276,7 @@ class TransformersEngine:
             raise ValueError("a sequence twice in one forward")
         if any(s.parents for s in sequences):
             raise ValueError("rows after a tree that is not committed")
-        branching = [any(p != i for i, p in enumerate(w.parents)) for w in work]
+        branching = [trees.branches(w.parents) for w in work]
         for s, branches in zip(sequences, branching, strict=True):
             if branches:
                 self._check_branches(s)
@@ -348,8 +348,7 @@ class TransformersEngine:
                 states = model.base_model(input_ids=ids, use_cache=True, **options)[0][:, -rows:]
                 logits = self._first(states, first)
             else:
-                alone = tree is not None and len(tokens) == 1 and self._compiled is not None
-                run = self._compiled if alone and self._compiled else model
+                run = self._compiled if self._compiled and tree and len(tokens) == 1 else model
                 logits = run(input_ids=ids, use_cache=True, **options).logits[:, -rows:]
         return Logits(logits, self.caps.vocabulary)
 

@@ -59,6 +59,11 @@ def inputs(
     }
 
 
+def branches(parents: Sequence[int]) -> bool:
+    """Whether these are the parents (as in Verify) of a tree, and not of a chain."""
+    return any(parent != i for i, parent in enumerate(parents))
+
+
 def is_path(path: Sequence[int], parents: Sequence[int]) -> bool:
     """Whether these rows lead from the anchor, row 0, down the tree; none at all do, too."""
     if not path:
